@@ -1,0 +1,43 @@
+"""Handwritten digits: 1,797 real 8x8 images from scikit-learn, the paper's systems in miniature.
+
+python experiments/train.py --config=configs/digits.py:osa --workdir=runs/osa
+python experiments/compare.py --config=configs/digits.py --workdir=runs/figure1
+"""
+
+from ml_collections import ConfigDict
+
+from osa_jax.training.systems import SYSTEMS
+
+
+def get_config(system: str | None = None) -> ConfigDict:
+    """The config of one system, by default `osa`; the systems differ in the model's switches."""
+    system = system or "osa"
+    if system not in SYSTEMS:
+        raise ValueError(f"The system must be one of {sorted(SYSTEMS)}, got {system!r}.")
+    return ConfigDict(
+        {
+            "seed": 0,
+            "num_steps": 500,
+            "batch_size": 64,
+            "eval_batch_size": 360,
+            "eval_every": 25,
+            "data": {"name": "digits"},
+            "model": {
+                "name": "vit",
+                "patch_size": 2,
+                "width": 64,
+                "depth": 6,
+                "num_heads": 4,
+                "mlp_ratio": 2,
+                "pooling": "mean",
+                "alpha": 0.1,
+                **SYSTEMS[system].model,
+            },
+            "optimizer": {
+                "learning_rate": 1.5e-3,
+                "warmup_steps": 50,
+                "weight_decay": 1e-4,
+                "clip_norm": 1.0,
+            },
+        }
+    )

@@ -1,0 +1,5 @@
+"""Flax layers of the operators; `osa_jax.nn.linen` holds the same layers for Flax Linen."""
+
+from osa_jax.nn.attention import OrthogonalSelfAttention
+
+__all__ = ["OrthogonalSelfAttention"]

@@ -1,0 +1,87 @@
+"""Every config file: loaded, locked, checked, built, and run for a step in each of its systems."""
+
+import importlib.util
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+
+from osa_jax.data import evaluation_batches
+from osa_jax.training import SYSTEMS, Trainer
+
+CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.py"))
+
+
+def load_config(path, system=None):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.get_config(system)
+
+
+def small(config):
+    """The same config, small enough to compile quickly."""
+    config.update({"num_steps": 1, "batch_size": 4, "optimizer": {"warmup_steps": 0}})
+    config.model.update({"width": 16, "depth": 2, "num_heads": 2})
+    return config.lock()
+
+
+def test_there_are_configs_to_test():
+    assert [path.name for path in CONFIGS] == ["digits.py"]
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_every_config_trains_a_step_in_every_system(path, system):
+    trainer = Trainer(small(load_config(path, system)))
+    (row,) = trainer.fit(0)
+    # The classifier starts at zero, so the first loss is that of ten equal guesses.
+    assert row["step"] == 1 and row["gradient_norm"] > 0
+    np.testing.assert_allclose(row["train_loss"], np.log(10), rtol=1e-6)
+    assert row["test_loss"] != pytest.approx(np.log(10), abs=1e-6)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_configs_build_at_full_size_and_differ_in_the_systems_switches_alone(path):
+    plain = load_config(path).to_dict()
+    for name, system in SYSTEMS.items():
+        config = load_config(path, name)
+        assert Trainer(config.lock()).num_parameters > 10_000
+        values = config.to_dict()
+        assert values["model"] == plain["model"] | system.model
+        assert values | {"model": None} == plain | {"model": None}
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_locked_config_refuses_unknown_keys_and_unknown_systems(path):
+    config = load_config(path).lock()
+    assert isinstance(config, ConfigDict) and config.is_locked
+    with pytest.raises((AttributeError, KeyError), match="num_steps"):
+        config.num_stepz = 3
+    with pytest.raises(ValueError, match="must be one of .*'osa_qr'.* got 'osa_rq'"):
+        load_config(path, "osa_rq")
+
+
+def test_the_systems_share_one_set_of_switches():
+    (switches,) = {tuple(sorted(system.model)) for system in SYSTEMS.values()}
+    assert switches == ("activation_gain", "attention", "init", "method", "norm", "skip")
+    assert len({system.label for system in SYSTEMS.values()}) == len(SYSTEMS) == 6
+
+
+def test_dropout_draws_a_new_mask_at_every_step_and_none_in_evaluation():
+    config = small(load_config(CONFIGS[0], "osa")).unlock()
+    config.model.dropout_rate = 0.5
+    config.optimizer.learning_rate = 1e-30
+    config.update({"num_steps": 2, "eval_every": 1})
+    trainer = Trainer(config)
+    state = trainer.functions.init(jax.random.key(0))
+    state = state._replace(params=jax.tree.map(lambda leaf: leaf + 0.1, state.params))
+    images, labels = trainer.dataset.train.images[:4], trainer.dataset.train.labels[:4]
+    batches = evaluation_batches(trainer.dataset.test, batch_size=180)
+    first = trainer.functions.evaluate(state, batches)["loss"]
+    state, one = trainer.functions.train_step(state, images, labels)
+    state, two = trainer.functions.train_step(state, images, labels)
+    assert one["loss"] != two["loss"]
+    np.testing.assert_allclose(trainer.functions.evaluate(state, batches)["loss"], first, rtol=1e-6)

@@ -1,0 +1,356 @@
+"""Training steps against numpy, whole-set evaluation, the stops of the loop, config errors."""
+
+import io
+import json
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from ml_collections import ConfigDict
+from rich.console import Console
+
+from osa_jax.data import Dataset, Split, batch_indices, evaluation_batches
+from osa_jax.training import (
+    Trainer,
+    check_config,
+    judge,
+    make_optimizer,
+    make_train_functions,
+    plot_curves,
+    prepare_workdir,
+    results_table,
+    run,
+)
+from osa_jax.training.progress import RunProgress
+
+F64 = 1e-12
+
+
+class Linear(nnx.Module):
+    """Softmax regression in float64 on flattened images, started away from zero."""
+
+    def __init__(self, *, rngs, image_shape=(2, 2, 1), num_classes=3, blow_up_at=None):
+        features = int(np.prod(image_shape))
+        init = nnx.initializers.normal(1.0)
+        self.kernel = nnx.Param(init(rngs.params(), (features, num_classes), jnp.float64))
+        self.bias = nnx.Param(jnp.zeros((1, num_classes), jnp.float64))
+        self.scale = nnx.Param(jnp.ones(num_classes, jnp.float64))
+        self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
+        self.blow_up_at = blow_up_at
+
+    def __call__(self, images, *, deterministic):
+        flat = images.reshape(len(images), -1).astype(jnp.float64)
+        logits = (flat @ self.kernel[...] + self.bias[...]) * self.scale[...][None]
+        if not deterministic:
+            self.calls[...] += 1
+            if self.blow_up_at is not None:
+                logits = jnp.where(self.calls[...] >= self.blow_up_at, jnp.nan, logits)
+        return logits
+
+
+def random_split(num_examples, seed=0):
+    rng = np.random.default_rng(seed)
+    images = rng.normal(size=(num_examples, 2, 2, 1)).astype(np.float32)
+    return Split(images, rng.integers(3, size=num_examples, dtype=np.int32))
+
+
+def softmax_regression(params, images, labels):
+    """Loss, accuracy and gradient of `Linear`, in numpy and by hand."""
+    flat = images.reshape(len(images), -1).astype(np.float64)
+    inner = flat @ params["kernel"] + params["bias"]
+    logits = inner * params["scale"]
+    exps = np.exp(logits - logits.max(1, keepdims=True))
+    probabilities = exps / exps.sum(1, keepdims=True)
+    rows = np.arange(len(labels))
+    loss = -np.log(probabilities[rows, labels]).mean()
+    accuracy = (logits.argmax(1) == labels).mean()
+    error = (probabilities - np.eye(3)[labels]) / len(labels)
+    gradient = {
+        "kernel": flat.T @ (error * params["scale"]),
+        "bias": (error * params["scale"]).sum(0, keepdims=True),
+        "scale": (error * inner).sum(0),
+    }
+    return loss, accuracy, gradient
+
+
+def numpy_of(state):
+    return {name: np.array(leaf) for name, leaf in nnx.to_pure_dict(state).items()}
+
+
+def test_train_steps_equal_hand_written_adamw_with_clipping_and_schedule():
+    settings = {"learning_rate": 0.1, "warmup_steps": 2, "weight_decay": 0.3, "clip_norm": 0.2}
+    num_steps = 6
+    functions = make_train_functions(Linear, make_optimizer(num_steps=num_steps, **settings))
+    state = functions.init(jax.random.key(1))
+    params = numpy_of(state.params)
+    assert sorted(params) == ["bias", "kernel", "scale"]
+    mean = {name: np.zeros_like(value) for name, value in params.items()}
+    square = {name: np.zeros_like(value) for name, value in params.items()}
+    for step in range(num_steps):
+        images, labels = random_split(5, seed=step)
+        loss, accuracy, gradient = softmax_regression(params, images, labels)
+        norm = np.sqrt(sum((value**2).sum() for value in gradient.values()))
+        if step < 2:
+            rate = 0.1 * step / 2
+        else:
+            rate = 0.1 * (1 + np.cos(np.pi * (step - 2) / (num_steps - 2))) / 2
+        state, metrics = functions.train_step(state, images, labels)
+        np.testing.assert_allclose(metrics["loss"], loss, rtol=F64)
+        np.testing.assert_allclose(metrics["accuracy"], accuracy, rtol=F64)
+        np.testing.assert_allclose(metrics["gradient_norm"], norm, rtol=F64)
+        for name, value in gradient.items():
+            clipped = value * min(1, 0.2 / norm)
+            mean[name] = 0.9 * mean[name] + 0.1 * clipped
+            square[name] = 0.999 * square[name] + 0.001 * clipped**2
+            update = (mean[name] / (1 - 0.9 ** (step + 1))) / (
+                np.sqrt(square[name] / (1 - 0.999 ** (step + 1))) + 1e-8
+            )
+            decay = 0.3 * params[name] if name != "scale" else 0
+            # The schedule's learning rate is float32 in optax.
+            change = nnx.to_pure_dict(state.params)[name] - params[name]
+            np.testing.assert_allclose(change, -rate * (update + decay), rtol=1e-6, atol=1e-12)
+        params = numpy_of(state.params)
+
+
+def test_the_models_other_state_is_carried_through_the_steps():
+    functions = make_train_functions(Linear, optax.sgd(0.1))
+    state = functions.init(jax.random.key(0))
+    for _ in range(3):
+        state, _ = functions.train_step(state, *random_split(4))
+    functions.evaluate(state, evaluation_batches(random_split(4), batch_size=2))
+    assert int(nnx.to_pure_dict(state.rest)["calls"]) == 3
+
+
+@pytest.mark.parametrize("batch_size", [1, 7, 23, 128])
+def test_evaluation_equals_numpy_for_any_batch_size(batch_size):
+    split = random_split(23)
+    functions = make_train_functions(Linear, optax.sgd(0.1))
+    state = functions.init(jax.random.key(0))
+    loss, accuracy, _ = softmax_regression(numpy_of(state.params), *split)
+    metrics = functions.evaluate(state, evaluation_batches(split, batch_size=batch_size))
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=F64)
+    np.testing.assert_allclose(metrics["accuracy"], accuracy, rtol=F64)
+
+
+def test_judge_is_float32_at_least():
+    logits = jnp.array([[300.0, -300.0], [0.0, 0.0]], jnp.bfloat16)
+    losses, hits = judge(logits, jnp.array([1, 0]))
+    assert losses.dtype == hits.dtype == jnp.float32
+    np.testing.assert_allclose(losses, [600.0, np.log(2)], rtol=1e-6)
+    np.testing.assert_array_equal(hits, [0, 1])
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"warmup_steps": 10}, r"warmup_steps must lie in \[0, num_steps\), got 10"),
+        ({"learning_rate": 0.0}, "learning_rate .* got 0.0"),
+        ({"learning_rate": float("nan")}, "learning_rate .* got nan"),
+        ({"weight_decay": -1.0}, "weight_decay .* got -1.0"),
+        ({"clip_norm": 0.0}, "clip_norm .* got 0.0"),
+    ],
+)
+def test_make_optimizer_refuses_bad_numbers(change, message):
+    with pytest.raises(ValueError, match=message):
+        make_optimizer(**{"num_steps": 10, "learning_rate": 0.1, "warmup_steps": 1} | change)
+
+
+def linear_config(**changes):
+    config = {
+        "seed": 0,
+        "num_steps": 7,
+        "batch_size": 4,
+        "eval_batch_size": 5,
+        "eval_every": 3,
+        "data": {"name": "random"},
+        "model": {"name": "linear"},
+        "optimizer": {"learning_rate": 0.05, "warmup_steps": 2},
+    }
+    return ConfigDict(config | changes)
+
+
+@pytest.fixture
+def linear_world(monkeypatch):
+    """A world whose one model is softmax regression and whose one data set is random."""
+
+    def make_linear(*, image_shape, num_classes, blow_up_at: int | None = None, rngs):
+        return Linear(
+            image_shape=image_shape, num_classes=num_classes, blow_up_at=blow_up_at, rngs=rngs
+        )
+
+    def make_data(*, num_test: int = 11):
+        return Dataset(random_split(13, seed=1), random_split(num_test, seed=2), 3)
+
+    monkeypatch.setitem(sys.modules["osa_jax.data"].SOURCES, "random", make_data)
+    monkeypatch.setitem(sys.modules["osa_jax.models"].MODELS, "linear", make_linear)
+
+
+@pytest.mark.usefixtures("linear_world")
+def test_rows_are_window_means_and_whole_set_metrics():
+    trainer = Trainer(linear_config())
+    seen = []
+    rows = list(trainer.fit(5, on_step=lambda step, metrics: seen.append((step, metrics))))
+    assert [step for step, _ in seen] == list(range(1, 8))
+    assert [row["step"] for row in rows] == [3, 6, 7]
+
+    state = trainer.functions.init(jax.random.key(5))
+    losses = []
+    for step in range(7):
+        batch = batch_indices(step, seed=5, num_examples=13, batch_size=4)
+        images, labels = trainer.dataset.train.images[batch], trainer.dataset.train.labels[batch]
+        losses.append(softmax_regression(numpy_of(state.params), images, labels)[0])
+        state, _ = trainer.functions.train_step(state, images, labels)
+    windows = [np.mean(losses[:3]), np.mean(losses[3:6]), losses[6]]
+    np.testing.assert_allclose([row["train_loss"] for row in rows], windows, rtol=F64)
+    loss, accuracy, _ = softmax_regression(numpy_of(state.params), *trainer.dataset.test)
+    np.testing.assert_allclose(rows[-1]["test_loss"], loss, rtol=F64)
+    np.testing.assert_allclose(rows[-1]["test_accuracy"], accuracy, rtol=F64)
+    assert rows[-1]["epoch"] == 28 / 13 and all(row["steps_per_second"] > 0 for row in rows)
+    assert trainer.num_parameters == 4 * 3 + 3 + 3
+
+
+@pytest.mark.usefixtures("linear_world")
+def test_a_seed_is_one_run_and_another_seed_another():
+    trainer = Trainer(linear_config())
+    keys = ("train_loss", "test_loss")
+    runs = [[[row[key] for key in keys] for row in trainer.fit(seed)] for seed in (0, 0, 1)]
+    assert runs[0] == runs[1] != runs[2]
+
+
+@pytest.mark.usefixtures("linear_world")
+@pytest.mark.parametrize("step", [1, 3, 5, 7])
+def test_the_non_finite_stop_names_the_first_bad_step(step, tmp_path):
+    trainer = Trainer(linear_config(model={"name": "linear", "blow_up_at": step}))
+    with pytest.raises(FloatingPointError, match=f"at step {step} the loss was nan.*learning_rate"):
+        run(trainer, seed=0, workdir=tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [3, 6][: (step - 1) // 3]
+
+
+@pytest.mark.usefixtures("linear_world")
+def test_a_run_keeps_its_config_and_rows_and_refuses_a_second_one(tmp_path, capsys):
+    trainer = Trainer(linear_config())
+    rows = run(trainer, seed=3, workdir=tmp_path / "a" / "b", label="linear")
+    lines = (tmp_path / "a" / "b" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == rows
+    config = json.loads((tmp_path / "a" / "b" / "config.json").read_text())
+    assert config == linear_config(seed=3).to_dict()
+    assert "linear: step 7/7, loss" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="already holds a run: choose another"):
+        run(trainer, seed=3, workdir=tmp_path / "a" / "b")
+
+
+def test_prepare_workdir_refuses_what_cannot_be_written(tmp_path):
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ValueError, match="cannot be written .*: choose another folder"):
+            prepare_workdir(path)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"num_step": 3}, "config.num_step is not a known key; did you mean 'num_steps'?"),
+        (
+            {"optimizer": {"learning_rat": 1.0}},
+            "config.optimizer.learning_rat is .*'learning_rate'",
+        ),
+        ({"optimizer": {"learning_rate": 1.0}}, "config.optimizer.warmup_steps is missing"),
+        ({"optimizer": 3}, "config.optimizer must be of type Mapping, got 3"),
+        ({"model": {"name": "vit", "widht": 3}}, "config.model.widht is not .*'width'"),
+        ({"model": {"name": "vot"}}, r"config.model.name must be one of .*'vit'.* got 'vot'"),
+        ({"model": {"name": "vit", "width": "64"}}, "config.model.width must be of type int"),
+        ({"model": {"name": "vit", "skip": 1}}, "config.model.skip must be of type bool, got 1"),
+        ({"model": {"name": "vit", "rngs": 1}}, "config.model.rngs is not a known key"),
+        ({"model": {"name": "vit", "alpha": True}}, "config.model.alpha must be of type float"),
+        ({"data": {}}, "config.data.name must be one of .*'digits'.* got None"),
+        ({"data": {"name": "digits", "zzz": 1}}, r"config.data.zzz is not .*; the keys are \[\]"),
+        ({"batch_size": 1.5}, "config.batch_size must be of type int, got 1.5"),
+        ({"num_steps": True}, "config.num_steps must be of type int, got True"),
+        ({"eval_every": 0}, "config.eval_every must be at least 1, got 0"),
+        ({"seed": -1}, "config.seed must not be negative, got -1"),
+    ],
+)
+@pytest.mark.usefixtures("linear_world")
+def test_a_wrong_config_raises_with_the_key(change, message):
+    with pytest.raises(ValueError, match=message):
+        Trainer(linear_config(**change))
+
+
+@pytest.mark.usefixtures("linear_world")
+def test_a_checked_config_cannot_change():
+    config = check_config(linear_config())
+    with pytest.raises(AttributeError):
+        config.num_steps = 3
+
+
+def test_progress_bar_on_a_terminal_shows_the_newest_numbers():
+    screen = Console(file=io.StringIO(), force_terminal=True, width=120)
+    with RunProgress("osa", 3, console=screen) as progress:
+        for step in (1, 2, 3):
+            progress.on_step(step, {"loss": jnp.float32(1 / step), "accuracy": jnp.float32(0.5)})
+    text = screen.file.getvalue()
+    assert "3/3" in text and "loss 0.333, accuracy 50.0 %" in text and "steps/s" in text
+
+
+def test_results_table_is_mean_and_standard_deviation_of_the_last_rows():
+    def rows(accuracy, loss, rate):
+        last = {"test_accuracy": accuracy, "test_loss": loss, "train_loss": loss / 2}
+        return [last | {"test_accuracy": 0.0, "steps_per_second": 1.0}] + [
+            last | {"steps_per_second": rate}
+        ]
+
+    table = results_table({"A": [rows(0.9, 1.0, 10), rows(0.8, 3.0, 30)], "B": [rows(0.5, 2.0, 5)]})
+    assert table.splitlines()[2:] == [
+        "| A | 85.0 ± 7.1 | 2.000 ± 1.414 | 1.000 ± 0.707 | 20.0 |",
+        "| B | 50.0 | 2.000 | 1.000 | 5.0 |",
+    ]
+
+
+@pytest.mark.parametrize("least, scale", [(1.0, "linear"), (1e-3, "log"), (0.0, "linear")])
+def test_curves_are_a_picture_of_the_runs(least, scale, tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    figures = []
+    save = Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, path: (figures.append(self), save(self, path))
+    )
+    seeds = [
+        [
+            {"step": s, "train_loss": least + (3 - s) * k, "test_loss": least + 2.0}
+            for s in (1, 2, 3)
+        ]
+        for k in (0.5, 1.0)
+    ]
+    plot_curves({"A": seeds, "B": seeds}, tmp_path / "curves.png", title="digits")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    train, test = figures[0].axes
+    np.testing.assert_allclose(train.lines[0].get_ydata(), least + np.array([1.5, 0.75, 0]))
+    np.testing.assert_allclose(test.lines[1].get_ydata(), [least + 2.0] * 3)
+    assert train.get_yscale() == scale and len(train.collections) == 2
+    labels = [text.get_text() for text in figures[0].legends[0].get_texts()]
+    assert labels == ["A", "B"]
+
+
+INTERRUPTED = """
+import os, signal, sys
+from osa_jax.training import one_line_errors
+with one_line_errors():
+    os.kill(os.getpid(), signal.SIGINT)
+    import time
+    time.sleep(10)
+"""
+
+
+def test_ctrl_c_ends_with_one_line_and_exit_code_130():
+    result = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 130
+    assert result.stderr == "Interrupted: the metrics written so far are kept.\n"
