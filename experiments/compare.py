@@ -9,7 +9,7 @@ loss) and, in a folder for each run, `config.json` and `metrics.jsonl`.
 import time
 from pathlib import Path
 
-from absl import app, flags
+from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
 from osa_jax.training import (
@@ -40,6 +40,7 @@ def of_system(config: ConfigDict, name: str) -> ConfigDict:
 
 def main(_: list[str]) -> None:
     """Train everything, then write and print the results."""
+    logging.set_verbosity(logging.WARNING)
     with one_line_errors():
         start = time.monotonic()
         workdir = prepare_workdir(_WORKDIR.value)
@@ -64,8 +65,8 @@ def write_results(runs: dict, workdir: Path, num_seeds: int) -> None:
     """Write the table and the figure, print the table and where both are."""
     table = results_table(runs)
     (workdir / "results.md").write_text(table + "\n")
-    steps, data = _CONFIG.value.num_steps, _CONFIG.value.data.name
-    plot_curves(runs, workdir / "curves.png", title=f"{data}: {num_seeds} seeds, {steps} steps")
+    title = f"{_CONFIG.value.data.name}: mean and range over {num_seeds} seed(s)"
+    plot_curves(runs, workdir / "curves.png", title=title)
     print(f"\n{table}\n\nTable:  {workdir / 'results.md'}\nFigure: {workdir / 'curves.png'}")
 
 

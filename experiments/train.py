@@ -7,7 +7,7 @@
 The part of `--config` after the colon picks the system. Writes `config.json` and `metrics.jsonl`.
 """
 
-from absl import app, flags
+from absl import app, flags, logging
 from ml_collections import config_flags
 
 from osa_jax.training import Trainer, one_line_errors, run
@@ -19,6 +19,7 @@ flags.mark_flags_as_required(["config", "workdir"])
 
 def main(_: list[str]) -> None:
     """Train the config's model and print its last metrics."""
+    logging.set_verbosity(logging.WARNING)
     with one_line_errors():
         trainer = Trainer(_CONFIG.value)
         print(

@@ -44,8 +44,8 @@ from jax.typing import ArrayLike
 
 from osa_jax.autodiff import custom_vjp
 from osa_jax.bases import newton_schulz_polynomial, qr_basis
-from osa_jax.expm import _phi, expm_skew
-from osa_jax.skew import HIGHEST, gram, query_key_matrix, skew_form
+from osa_jax.expm import HIGHEST, expm1, expm_skew, eye_like, phi
+from osa_jax.skew import gram, query_key_matrix, skew_form
 
 Method = Literal["exact", "qr", "newton_schulz", "dense", "auto"]
 
@@ -79,12 +79,11 @@ class _Frame(NamedTuple):
 def _frame(m: Array, c: Array) -> tuple[Array, _Frame]:
     """The basis B and its frame, by one pass of shifted Cholesky."""
     lower = _shifted_cholesky(lax.stop_gradient(gram(m)))
-    eye = jnp.broadcast_to(jnp.eye(lower.shape[-1], dtype=lower.dtype), lower.shape)
-    inverse = _transpose(solve_triangular(lower, eye, lower=True))
+    inverse = _transpose(solve_triangular(lower, eye_like(lower), lower=True))
     form = skew_form(_transpose(lower))
     basis = _mm(m, inverse)
     p = gram(basis)
-    return basis, _Frame(inverse, form, p, _phi(_scaled(c, p), form))
+    return basis, _Frame(inverse, form, p, phi(_scaled(c, p), form))
 
 
 def _shifted_cholesky(g: Array) -> Array:
@@ -94,7 +93,7 @@ def _shifted_cholesky(g: Array) -> Array:
     which it does not (a sum over very many tokens in one accumulator) gets 64 times more until it does. G = 0 has
     L = I.
     """
-    eye = jnp.eye(g.shape[-1], dtype=g.dtype)
+    eye = eye_like(g)
     trace = jnp.trace(g, axis1=-2, axis2=-1)
 
     def failed(lower):
@@ -118,7 +117,7 @@ def _turn(basis: Array, psi: Array, t: Array, v: Array) -> Array:
 def _qr_rotation(m: Array, c: Array, v: Array) -> Array:
     """The paper's route (section 3): B from a QR decomposition, ``A V = V + B (exp[S] - I) B^T V``."""
     basis, upper = qr_basis(m)
-    psi = expm_skew(_scaled(c, skew_form(upper))) - jnp.eye(basis.shape[-1], dtype=m.dtype)
+    psi = expm1(_scaled(c, skew_form(upper)), None)
     return _turn(basis, psi, _tmm(basis, v), v)
 
 
@@ -150,7 +149,7 @@ def _rotate_jvp(residuals, tangents, *, method):
     t_dot = _tmm(basis_dot, v) + _tmm(basis, v_dot)
     psi = _scaled(c, frame.psi)
     z_dot = _scaled(c_dot, frame.gram) + _scaled(c, p_dot)
-    psi_dot = _scaled(c_dot, frame.psi) + _scaled(c, _phi(_scaled(c, frame.gram), frame.form, z_dot))
+    psi_dot = _scaled(c_dot, frame.psi) + _scaled(c, phi(_scaled(c, frame.gram), frame.form, z_dot))
     return v_dot + _mm(basis_dot, _mm(psi, t)) + _mm(basis, _mm(psi_dot, t) + _mm(psi, t_dot))
 
 
@@ -161,7 +160,7 @@ def _rotate_bwd(residuals, y_bar, *, method):
     projected = _tmm(basis, y_bar)
     t_bar = _tmm(psi, projected)
     psi_bar = _mm(projected, _transpose(t))
-    z_bar = _phi(_scaled(c, frame.gram), -frame.form, _scaled(c, psi_bar))
+    z_bar = phi(_scaled(c, frame.gram), -frame.form, _scaled(c, psi_bar))
     p_bar = _scaled(c, z_bar)
     v_bar = y_bar + _mm(basis, t_bar)
     c_bar = jnp.sum(psi_bar * frame.psi, (-2, -1)) + jnp.sum(z_bar * frame.gram, (-2, -1))
@@ -190,7 +189,7 @@ def _rotate_newton_schulz(m, c, v, *, num_iters, coefficients):
     """
     z = newton_schulz_polynomial(gram(m), num_iters=num_iters, coefficients=coefficients)
     basis = _mm(m, z)
-    psi = expm_skew(_scaled(c, skew_form(_tmm(basis, m)))) - jnp.eye(z.shape[-1], dtype=m.dtype)
+    psi = expm1(_scaled(c, skew_form(_tmm(basis, m))), None)
     return _turn(basis, psi, _tmm(basis, v), v)
 
 

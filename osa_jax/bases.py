@@ -82,7 +82,7 @@ def _qr(m: Array) -> tuple[Array, Array]:
     """`qr_basis` for N >= R."""
     basis, triangular = jnp.linalg.qr(m)
     diagonal = jnp.diagonal(triangular, axis1=-2, axis2=-1)
-    sign = jnp.where(diagonal < 0, -1, 1).astype(m.dtype)  # sign(0) = 1, or the column would vanish
+    sign = 1 - 2 * (diagonal < 0).astype(m.dtype)  # 1 at zero, or the column would vanish
     return basis * sign[..., None, :], triangular * sign[..., :, None]
 
 
@@ -288,7 +288,7 @@ def _adjoint(gram: Array, polynomial: Array, polynomial_bar: Array, steps: Steps
     nonzero, square, r = _normalise(gram)
     r_bar = _frechet(r.mT, polynomial_bar, steps) / jnp.sqrt(square)
     square_bar = -(_inner(r, r_bar) + _inner(polynomial, polynomial_bar) / 2) / square
-    return r_bar / square + _scaled_identity(jnp.where(nonzero, square_bar, 0), r)
+    return r_bar / square + jnp.where(nonzero, square_bar, 0) * _identity(r)
 
 
 def _gram_polynomial_fwd(gram: Array, *, steps: Steps) -> tuple[Array, Pair]:
@@ -315,7 +315,7 @@ _gram_polynomial.defjvp(_gram_polynomial_jvp)
 
 
 def _iterate(r0: Array, steps: Steps) -> Array:
-    p, r = _scaled_identity(1, r0), r0 + _shift(r0)
+    p, r = jnp.zeros_like(r0) + _identity(r0), r0 + _shift(r0)
     for step in steps[:-1]:
         z = _quadratic(r, step)
         p, r = _dot(p, z), _dot(z, _dot(r, z))
@@ -325,7 +325,7 @@ def _iterate(r0: Array, steps: Steps) -> Array:
 
 def _frechet(r0: Array, r0_dot: Array, steps: Steps) -> Array:
     """The derivative of `_iterate` at `r0` in the direction `r0_dot`, rule by rule."""
-    p, r = _scaled_identity(1, r0), r0 + _shift(r0)
+    p, r = jnp.zeros_like(r0) + _identity(r0), r0 + _shift(r0)
     p_dot, r_dot = jnp.zeros_like(r0), r0_dot
     for step in steps[:-1]:
         z, z_dot = _quadratic(r, step), _quadratic_dot(r, r_dot, step)
@@ -340,7 +340,7 @@ def _frechet(r0: Array, r0_dot: Array, steps: Steps) -> Array:
 
 def _quadratic(r: Array, step: Step) -> Array:
     a, b, c = step
-    linear = _scaled_identity(a, r) + b * r
+    linear = a * _identity(r) + b * r
     return linear + c * _dot(r, r) if c else linear
 
 
@@ -354,11 +354,13 @@ def _product_dot(x: Array, x_dot: Array, y: Array, y_dot: Array) -> Array:
 
 
 def _shift(r: Array) -> Array:
-    return _scaled_identity(jnp.finfo(r.dtype).eps, r)
+    return jnp.finfo(r.dtype).eps * _identity(r)
 
 
-def _scaled_identity(scale: ArrayLike, like: Array) -> Array:
-    return scale * jnp.broadcast_to(jnp.eye(like.shape[-1], dtype=like.dtype), like.shape)
+def _identity(like: Array) -> Array:
+    """`[1, ..., 1, R, R]`: left to broadcast, so that it takes any sharding of the batch axes."""
+    eye = jnp.eye(like.shape[-1], dtype=like.dtype)
+    return eye.reshape((1,) * (like.ndim - 2) + eye.shape)
 
 
 def _normalise(gram: Array) -> Triple:

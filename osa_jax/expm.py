@@ -50,6 +50,10 @@ def _transpose(x: Array) -> Array:
     return jnp.swapaxes(x, -1, -2)
 
 
+def eye_like(like: Array) -> Array:
+    return jnp.broadcast_to(jnp.eye(like.shape[-1], dtype=like.dtype), like.shape)
+
+
 def _ldexp(x: Array, exponent: Array) -> Array:
     """x 2^exponent by matrix of the batch, in two steps that neither overflow nor underflow alone."""
     half = exponent // 2
@@ -91,7 +95,7 @@ def _series(x: Array, p: Array | None) -> tuple[Array, Array]:
     s = jnp.maximum(k + _exponent(bound / theta), 0)
     shift = k - s
     y, y2, y3, y4 = (_ldexp(y_j, j * shift) for j, y_j in ((1, y), (2, y2), (3, y3), (4, y4)))
-    eye = jnp.eye(y.shape[-1], dtype=y.dtype)
+    eye = eye_like(y)
     c = [1 / math.factorial(j + 1) for j in range(12)]
 
     def cubic(j):
@@ -145,7 +149,8 @@ def _differentiable(function):
         return along(z)
 
     def fwd(z, const, *directions):
-        return derivative.fun(z, const, *directions), (z, const, directions)
+        # Through the rule again, not `along(z)`: second order must not meet the loop in reverse.
+        return derivative(z, const, *directions), (z, const, directions)
 
     def jvp(residuals, tangents):
         z, const, directions = residuals
@@ -166,8 +171,10 @@ def _differentiable(function):
     return derivative
 
 
-_expm1 = _differentiable(lambda z, const: _psi(z, None))
-_phi = _differentiable(lambda z, const: _psi(const, z))
+# exp(z) - I and psi(z) = phi_1(const z) const, to be used inside other differentiable functions: without the
+# public functions' checks and casts.
+expm1 = _differentiable(lambda z, const: _psi(z, None))
+phi = _differentiable(lambda z, const: _psi(const, z))
 
 
 def _floor(*arrays: Array) -> list[Array]:
@@ -215,7 +222,7 @@ def expm_skew(x: Array) -> Array:
     """
     _check_square("x", x)
     (x_up,) = _floor(x)
-    return (jnp.eye(x.shape[-1], dtype=x_up.dtype) + _expm1(x_up, None)).astype(x.dtype)
+    return (eye_like(x_up) + expm1(x_up, None)).astype(x.dtype)
 
 
 @jax.jit
@@ -243,7 +250,7 @@ def expm_skew_frechet(x: Array, direction: Array) -> Array:
     _check_square("x", x)
     _check_same_shape("direction", direction, "x", x)
     x_up, e = _floor(x, direction)
-    return _expm1(x_up, None, e).astype(direction.dtype)
+    return expm1(x_up, None, e).astype(direction.dtype)
 
 
 @jax.jit
@@ -276,7 +283,7 @@ def phi_skew(gram: Array, form: Array) -> Array:
     """
     _check_square("gram", gram)
     _check_same_shape("form", form, "gram", gram)
-    return _phi(*_floor(gram, form)).astype(gram.dtype)
+    return phi(*_floor(gram, form)).astype(gram.dtype)
 
 
 @jax.jit
@@ -308,4 +315,4 @@ def phi_skew_frechet(gram: Array, form: Array, direction: Array) -> Array:
     _check_same_shape("form", form, "gram", gram)
     _check_same_shape("direction", direction, "gram", gram)
     p, x, e = _floor(gram, form, direction)
-    return _phi(p, x, e).astype(direction.dtype)
+    return phi(p, x, e).astype(direction.dtype)

@@ -464,6 +464,7 @@ def test_reverse_mode_alone():
     square = without_jvp()
     batch = jnp.arange(3.0)
     assert jax.grad(square)(3.0) == 6
+    assert jax.hessian(square)(3.0) == 2  # forward mode of the rules, not of the function
     np.testing.assert_allclose(jax.jit(jax.vmap(jax.grad(square)))(batch), 2 * batch)
     np.testing.assert_allclose(jax.grad(lambda b: jnp.sum(jax.vmap(square)(b)))(batch), 2 * batch)
     np.testing.assert_allclose(jax.grad(scan_of(square))(1.0), jax.grad(scan_of(square.fun))(1.0))
@@ -473,12 +474,12 @@ def test_reverse_mode_alone():
     "transform",
     [
         jax.jacfwd,
-        jax.hessian,
+        lambda f: jax.jacrev(jax.jacfwd(f)),
         lambda f: jax.jit(jax.jacfwd(f)),
         lambda f: lambda x: jax.vmap(jax.jacfwd(f))(x[None]),
         lambda f: jax.jacfwd(scan_of(f)),
     ],
-    ids=["jacfwd", "hessian", "jit", "vmap", "scan"],
+    ids=["jacfwd", "jacrev of jacfwd", "jit", "vmap", "scan"],
 )
 def test_forward_mode_without_its_rule_names_the_remedy(transform):
     with pytest.raises(TypeError, match=r"square.*give one with square\.defjvp\(jvp\)"):

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -90,7 +91,7 @@ def test_parameters_follow_flax():
     np.testing.assert_array_equal(ours.alpha[...], np.full(HEADS, 0.3, np.float32))
     assert shapes.pop("alpha") == (HEADS,)
     assert shapes == jax.tree.map(jnp.shape, nnx.to_pure_dict(nnx.state(flax, nnx.Param)))
-    linen = layer_linen().init(jax.random.key(0), X64)["params"]
+    linen = jax.eval_shape(layer_linen().init, jax.random.key(0), X64)["params"]
     assert jax.tree.map(lambda p: (p.shape, p.dtype), linen) == jax.tree.map(
         lambda p: (p.shape, p.dtype), PARAMS
     )
@@ -116,7 +117,7 @@ def kernels_of(head_init, heads=2, features=8, qk_features=None):
     layer = OrthogonalSelfAttention(heads, features, rngs=nnx.Rngs(3), **options)
     yield nnx.to_pure_dict(nnx.state(layer, nnx.Param))
     linen = LinenOrthogonalSelfAttention(heads, **options)
-    yield linen.init(jax.random.key(3), jnp.ones((5, features)))["params"]
+    yield jax.jit(linen.init)(jax.random.key(3), jnp.ones((5, features)))["params"]
 
 
 @pytest.mark.parametrize("head_init", ["joint", "independent"])
@@ -186,34 +187,34 @@ def test_forward_and_reverse_mode_agree_under_every_transformation(apply):
     def f(params, x):
         return jnp.vdot(cotangent, apply(params, x))
 
-    reverse = jax.jit(jax.jacrev(f, (0, 1)))(PARAMS, x)
-    forward = jax.jit(jax.jacfwd(f, (0, 1)))(PARAMS, x)
-    jax.tree.map(lambda a, b: close(a, b, 10), forward, reverse)
-
     direction = jnp.asarray(RNG.normal(size=x.shape))
-    step = 1e-6
-    numeric = (f(PARAMS, x + step * direction) - f(PARAMS, x - step * direction)) / (2 * step)
-    close(jnp.vdot(direction, reverse[1]), numeric, scale=1e4)
-
-    checkpointed = jax.jit(jax.grad(jax.checkpoint(f), (0, 1)))(PARAMS, x)
-    jax.tree.map(close, checkpointed, reverse)
-
-    batched = jax.jit(jax.vmap(jax.grad(f, 1), (None, 0)))(PARAMS, X64[0])
-    close(batched[0], reverse[1], 10)
-
-    def scanned(params, x):
-        return jax.lax.scan(
-            lambda c, s: (c + s * f(params, x * s), None), 0.0, jnp.array([1.0, 0.0])
-        )[0]
-
-    jax.tree.map(
-        lambda a, b: close(a, b, 10), jax.jit(jax.grad(scanned, (0, 1)))(PARAMS, x), reverse
-    )
 
     def along(t):
         return f(PARAMS, x + t * direction)
 
-    close(jax.hessian(along)(0.0), (jax.grad(along)(1e-5) - jax.grad(along)(-1e-5)) / 2e-5, 1e5)
+    def scanned(params, x):
+        steps = jnp.array([1.0, 0.0])
+        return jax.lax.scan(lambda c, s: (c + s * f(params, x * s), None), 0.0, steps)[0]
+
+    def everything(params, x):
+        by_both = (0, 1)
+        return {
+            "reverse": jax.jacrev(f, by_both)(params, x),
+            "forward": jax.jacfwd(f, by_both)(params, x),
+            "checkpoint": jax.grad(jax.checkpoint(f), by_both)(params, x),
+            "scan": jax.grad(scanned, by_both)(params, x),
+        }
+
+    grads = jax.jit(everything)(PARAMS, x)
+    for other in ("forward", "checkpoint", "scan"):
+        jax.tree.map(lambda a, b: close(a, b, 10), grads[other], grads["reverse"])
+    batched = jax.jit(jax.vmap(jax.grad(f, 1), (None, 0)))(PARAMS, X64[0])
+    close(batched[0], grads["reverse"][1], 10)
+
+    step, slope = 1e-5, jax.jit(jax.value_and_grad(along))
+    (above, slope_above), (below, slope_below) = slope(step), slope(-step)
+    close(jnp.vdot(direction, grads["reverse"][1]), (above - below) / (2 * step), 1e5)
+    close(jax.jit(jax.hessian(along))(0.0), (slope_above - slope_below) / (2 * step), 1e5)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -224,14 +225,19 @@ def test_compute_dtype_and_cotangent_dtypes(dtype):
     params = jax.tree.map(lambda p: p.astype(jnp.float32), PARAMS)
     nnx.update(layer, params)
     x = X64[0].astype(jnp.float32)
-    out = layer(x)
+
+    @jax.jit
+    def run(params):
+        out, pull = jax.vjp(lambda p: linen.apply({"params": p}, x), params)
+        return out, pull(jnp.ones_like(out))[0]
+
+    out, grads = run(params)
     assert out.dtype == jnp.dtype(dtype)
     np.testing.assert_array_equal(
-        np.asarray(out, np.float32), np.asarray(linen.apply({"params": params}, x), np.float32)
+        np.asarray(out, np.float32), np.asarray(nnx.jit(lambda m: m(x))(layer), np.float32)
     )
     bound = 40 * float(jnp.finfo(dtype).eps) * np.abs(EXPECTED).max()
     np.testing.assert_allclose(np.asarray(out, np.float64), EXPECTED[0], rtol=0, atol=bound)
-    grads = jax.grad(lambda p: linen.apply({"params": p}, x).astype(jnp.float32).sum())(params)
     assert all(g.dtype == jnp.float32 for g in jax.tree.leaves(grads))
 
 
@@ -309,15 +315,13 @@ def test_missing_rngs_are_named_at_construction(rngs, rate):
 
 
 def test_missing_dropout_arguments_are_named_at_the_call():
-    layer = OrthogonalSelfAttention(2, FEATURES, dropout_rate=0.1, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="deterministic"):
-        layer(X64)
-    linen = LinenOrthogonalSelfAttention(2, dropout_rate=0.1)
-    variables = linen.init(jax.random.key(0), X64, deterministic=True)
+        layer_nnx(dropout_rate=0.1)(X64)
+    linen = layer_linen(dropout_rate=0.1)
     with pytest.raises(ValueError, match="deterministic"):
-        linen.apply(variables, X64)
+        linen.apply({"params": PARAMS}, X64)
     with pytest.raises(ValueError, match="'dropout'.*0.1"):
-        linen.apply(variables, X64, deterministic=False)
+        linen.apply({"params": PARAMS}, X64, deterministic=False)
 
 
 CALLS = [
@@ -356,9 +360,10 @@ def test_the_same_array_three_times_is_self_attention():
 
 def test_checks_survive_python_o():
     code = (
-        "import pytest\nfrom flax import nnx\nfrom osa_jax.nn import OrthogonalSelfAttention as A\n"
-        "try:\n    A(5, 12, rngs=nnx.Rngs(0))\n"
-        "except ValueError as error:\n    print('named', error)\n"
+        "from flax import nnx\nfrom osa_jax.nn import OrthogonalSelfAttention\n"
+        "OrthogonalSelfAttention(5, 12, rngs=nnx.Rngs(0))\n"
     )
-    run = subprocess.run([sys.executable, "-O", "-c", code], capture_output=True, text=True)
-    assert run.stdout.startswith("named num_heads") or run.stdout.startswith("named qkv_features")
+    root = Path(__file__).parents[1]
+    command = [sys.executable, "-O", "-c", code]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=root)
+    assert "ValueError: qkv_features must be a positive multiple of num_heads = 5" in run.stderr

@@ -90,7 +90,8 @@ def make_train_functions(
 
     `init(key)` draws the parameters, `train_step(state, images, labels)` takes one optimiser step
     on the mean cross-entropy (it consumes its state), and `evaluate(state, batches)` returns the
-    weighted mean `loss` and `accuracy` over all batches. A train step's metrics are those of the
+    weighted mean `loss` and `accuracy` over all batches. `init` is not jitted: independent LAPACK calls
+    in one program can wait for each other for ever on a CPU of few cores (jaxlib 0.10.2). A train step's metrics are those of the
     batch before the update: `loss`, `accuracy` and `gradient_norm` (before clipping).
 
     Args:
@@ -128,7 +129,7 @@ def make_train_functions(
 
     def init(key: jax.Array) -> TrainState:
         model = create_model(rngs=nnx.Rngs(key))
-        _, params, rest = nnx.split(model, nnx.Param, ...)
+        params, rest = nnx.state(model, nnx.Param, ...)
         return TrainState(params, rest, optimizer.init(params))
 
     def train_step(

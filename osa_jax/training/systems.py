@@ -10,7 +10,13 @@ class System(NamedTuple):
     model: dict[str, Any]
 
 
-_SOFTMAX = {"attention": "softmax", "method": "exact", "init": "standard", "activation_gain": 1.0}
+_SOFTMAX = {
+    "attention": "softmax",
+    "method": "exact",
+    "qk_features": None,
+    "init": "standard",
+    "activation_gain": 1.0,
+}
 _OSA = {
     "attention": "orthogonal",
     "skip": False,
