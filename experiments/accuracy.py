@@ -55,14 +55,13 @@ def table(rows: dict[str, np.ndarray]) -> str:
     lines = ["| family | " + " | ".join(f"nu = {nu:g}" for nu in oracle.NU) + " |"]
     lines.append("|---" * (count + 1) + "|")
     for i, family in enumerate(oracle.FAMILIES):
-        cells = [
-            " / ".join(f"{row[i * count + j]:.2g}" for row in rows.values()) for j in range(count)
-        ]
+        cells = [" / ".join(f"{row[i * count + j]:.2g}" for row in rows.values()) for j in range(count)]
         lines.append(f"| {family} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
 def main(argv):
+    """Prints one table for each method and dtype."""
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments {argv[1:]}")
     jax.config.update("jax_enable_x64", True)

@@ -44,19 +44,14 @@ def main(_: list[str]) -> None:
     with one_line_errors():
         start = time.monotonic()
         workdir = prepare_workdir(_WORKDIR.value)
-        seeds = range(
-            _CONFIG.value.seed, _CONFIG.value.seed + (1 if _SMOKE.value else _SEEDS.value)
-        )
+        seeds = range(_CONFIG.value.seed, _CONFIG.value.seed + (1 if _SMOKE.value else _SEEDS.value))
         runs = {}
         for name, system in SYSTEMS.items():
             trainer = Trainer(of_system(_CONFIG.value, name))
             runs[system.label] = [
-                run(trainer, seed=seed, workdir=workdir / name / f"seed{seed}", label=system.label)
-                for seed in seeds
+                run(trainer, seed=seed, workdir=workdir / name / f"seed{seed}", label=system.label) for seed in seeds
             ]
-            accuracy = ", ".join(
-                f"{100 * rows[-1]['test_accuracy']:.1f}" for rows in runs[system.label]
-            )
+            accuracy = ", ".join(f"{100 * rows[-1]['test_accuracy']:.1f}" for rows in runs[system.label])
             print(f"{system.label}: test accuracy {accuracy} % ({time.monotonic() - start:.0f} s)")
         write_results(runs, workdir, len(seeds))
 

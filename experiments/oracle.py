@@ -141,7 +141,6 @@ def gradient_error(got, exact: Gradients, arguments) -> np.ndarray:
     sizes = [norm(np.asarray(x, np.float64)) for x in arguments]
     scale = np.max([size * norm(bar) for size, bar in zip(sizes, exact, strict=True)], 0)
     errors = [
-        size * norm(np.asarray(bar, np.float64) - true)
-        for size, bar, true in zip(sizes, got, exact, strict=True)
+        size * norm(np.asarray(bar, np.float64) - true) for size, bar, true in zip(sizes, got, exact, strict=True)
     ]
     return np.max(errors, 0) / np.where(scale > 0, scale, 1)

@@ -22,13 +22,9 @@ def main(_: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)
     with one_line_errors():
         trainer = Trainer(_CONFIG.value)
-        print(
-            f"Training {trainer.num_parameters:,} parameters for {trainer.config.num_steps} steps."
-        )
+        print(f"Training {trainer.num_parameters:,} parameters for {trainer.config.num_steps} steps.")
         last = run(trainer, seed=trainer.config.seed, workdir=_WORKDIR.value)[-1]
-        print(
-            f"Test accuracy {100 * last['test_accuracy']:.1f} %, test loss {last['test_loss']:.3f}."
-        )
+        print(f"Test accuracy {100 * last['test_accuracy']:.1f} %, test loss {last['test_loss']:.3f}.")
         print(f"Metrics: {_WORKDIR.value}/metrics.jsonl")
 
 

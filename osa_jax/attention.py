@@ -43,28 +43,12 @@ from jax.scipy.linalg import solve_triangular
 from jax.typing import ArrayLike
 
 from osa_jax.autodiff import custom_vjp
-from osa_jax.bases import newton_schulz_polynomial, qr_basis
-from osa_jax.expm import HIGHEST, expm1, expm_skew, eye_like, phi
+from osa_jax.bases import Coefficients, newton_schulz_polynomial, qr_basis
+from osa_jax.expm import expm1, expm_skew, phi
+from osa_jax.linalg import eye_like, mm, scaled, tmm, transpose
 from osa_jax.skew import gram, query_key_matrix, skew_form
 
 Method = Literal["exact", "qr", "newton_schulz", "dense", "auto"]
-
-
-def _mm(a: Array, b: Array) -> Array:
-    return jnp.matmul(a, b, precision=HIGHEST)
-
-
-def _tmm(a: Array, b: Array) -> Array:
-    """a^T b, for tall a and b the sum over the tokens."""
-    return jnp.matmul(jnp.swapaxes(a, -1, -2), b, precision=HIGHEST)
-
-
-def _transpose(x: Array) -> Array:
-    return jnp.swapaxes(x, -1, -2)
-
-
-def _scaled(c: Array, x: Array) -> Array:
-    return c[..., None, None] * x
 
 
 class _Frame(NamedTuple):
@@ -76,14 +60,17 @@ class _Frame(NamedTuple):
     psi: Array  # psi(c P)
 
 
+Residuals = tuple[Array, Array, Array, _Frame, Array]
+
+
 def _frame(m: Array, c: Array) -> tuple[Array, _Frame]:
     """The basis B and its frame, by one pass of shifted Cholesky."""
     lower = _shifted_cholesky(lax.stop_gradient(gram(m)))
-    inverse = _transpose(solve_triangular(lower, eye_like(lower), lower=True))
-    form = skew_form(_transpose(lower))
-    basis = _mm(m, inverse)
+    inverse = transpose(solve_triangular(lower, eye_like(lower), lower=True))
+    form = skew_form(transpose(lower))
+    basis = mm(m, inverse)
     p = gram(basis)
-    return basis, _Frame(inverse, form, p, phi(_scaled(c, p), form))
+    return basis, _Frame(inverse, form, p, phi(scaled(c, p), form))
 
 
 def _shifted_cholesky(g: Array) -> Array:
@@ -91,84 +78,87 @@ def _shifted_cholesky(g: Array) -> Array:
 
     t = 16 eps covers the rounding errors of G and of the factorisation on every input tried; a matrix for
     which it does not (a sum over very many tokens in one accumulator) gets 64 times more until it does. G = 0 has
-    L = I.
+    L = I, and so has a G whose shift would underflow.
     """
     eye = eye_like(g)
     trace = jnp.trace(g, axis1=-2, axis2=-1)
 
-    def failed(lower):
+    def failed(lower: Array) -> Array:
         return jnp.isfinite(trace) & ~jnp.all(jnp.isfinite(lower), (-2, -1))
 
-    def factor(shift):
-        return shift, jnp.linalg.cholesky(g + _scaled(shift, eye), symmetrize_input=False)
+    def factor(shift: Array) -> tuple[Array, Array]:
+        return shift, jnp.linalg.cholesky(g + scaled(shift, eye), symmetrize_input=False)
 
-    def retry(carry):
+    def retry(carry: tuple[Array, Array]) -> tuple[Array, Array]:
         shift, lower = carry
         return factor(jnp.where(failed(lower), 64 * shift, shift))
 
-    start = factor(jnp.where(trace > 0, 16 * jnp.finfo(g.dtype).eps * trace, 1))
+    eps, tiny = jnp.finfo(g.dtype).eps, jnp.finfo(g.dtype).tiny
+    start = factor(jnp.where(trace * eps > tiny, 16 * eps * trace, 1))
     return lax.while_loop(lambda carry: jnp.any(failed(carry[1])), retry, start)[1]
 
 
 def _turn(basis: Array, psi: Array, t: Array, v: Array) -> Array:
-    return v + _mm(basis, _mm(psi, t))
+    return v + mm(basis, mm(psi, t))
 
 
 def _qr_rotation(m: Array, c: Array, v: Array) -> Array:
     """The paper's route (section 3): B from a QR decomposition, ``A V = V + B (exp[S] - I) B^T V``."""
     basis, upper = qr_basis(m)
-    psi = expm1(_scaled(c, skew_form(upper)), None)
-    return _turn(basis, psi, _tmm(basis, v), v)
+    psi = expm1(scaled(c, skew_form(upper)), None)
+    return _turn(basis, psi, tmm(basis, v), v)
 
 
 @functools.partial(custom_vjp, nondiff_argnames=("method",))
-def _rotate(m, c, v, *, method):
+def _rotate(m: Array, c: Array, v: Array, *, method: str) -> Array:
     """exp(c M J M^T) V. `method` decides how the value is computed; the derivative does not depend on it."""
     if method == "qr":
         return _qr_rotation(m, c, v)
     return _rotate_fwd(m, c, v, method=method)[0]
 
 
-def _rotate_fwd(m, c, v, *, method):
+def _rotate_fwd(m: Array, c: Array, v: Array, *, method: str) -> tuple[Array, Residuals]:
     basis, frame = _frame(m, c)
-    t = _tmm(basis, v)
+    t = tmm(basis, v)
     if method == "qr":
-        y = _rotate(m, c, v, method="qr")
+        # One factorisation after the other: batched ones side by side can deadlock on CPUs (jaxlib 0.10).
+        m_then = lax.optimization_barrier((m, frame))[0]
+        y = _rotate(m_then, c, v, method="qr")
     else:
-        y = _turn(basis, _scaled(c, frame.psi), t, v)
+        y = _turn(basis, scaled(c, frame.psi), t, v)
     return y, (m, c, v, frame, t)
 
 
-def _rotate_jvp(residuals, tangents, *, method):
+def _rotate_jvp(residuals: Residuals, tangents: tuple[Array, Array, Array], *, method: str) -> Array:
     m, c, v, frame, t = residuals
     m_dot, c_dot, v_dot = tangents
-    basis = _mm(m, frame.inverse)
-    basis_dot = _mm(m_dot, frame.inverse)
-    half = _tmm(basis, basis_dot)
-    p_dot = half + _transpose(half)
-    t_dot = _tmm(basis_dot, v) + _tmm(basis, v_dot)
-    psi = _scaled(c, frame.psi)
-    z_dot = _scaled(c_dot, frame.gram) + _scaled(c, p_dot)
-    psi_dot = _scaled(c_dot, frame.psi) + _scaled(c, phi(_scaled(c, frame.gram), frame.form, z_dot))
-    return v_dot + _mm(basis_dot, _mm(psi, t)) + _mm(basis, _mm(psi_dot, t) + _mm(psi, t_dot))
+    basis = mm(m, frame.inverse)
+    basis_dot = mm(m_dot, frame.inverse)
+    half = tmm(basis, basis_dot)
+    p_dot = half + transpose(half)
+    t_dot = tmm(basis_dot, v) + tmm(basis, v_dot)
+    psi = scaled(c, frame.psi)
+    z_dot = scaled(c_dot, frame.gram) + scaled(c, p_dot)
+    psi_dot = scaled(c_dot, frame.psi) + scaled(c, phi(scaled(c, frame.gram), frame.form, z_dot))
+    return v_dot + mm(basis_dot, mm(psi, t)) + mm(basis, mm(psi_dot, t) + mm(psi, t_dot))
 
 
-def _rotate_bwd(residuals, y_bar, *, method):
+def _rotate_bwd(residuals: Residuals, y_bar: Array, *, method: str) -> tuple[Array, Array, Array]:
     m, c, v, frame, t = residuals
-    basis = _mm(m, frame.inverse)
-    psi = _scaled(c, frame.psi)
-    projected = _tmm(basis, y_bar)
-    t_bar = _tmm(psi, projected)
-    psi_bar = _mm(projected, _transpose(t))
-    z_bar = phi(_scaled(c, frame.gram), -frame.form, _scaled(c, psi_bar))
-    p_bar = _scaled(c, z_bar)
-    v_bar = y_bar + _mm(basis, t_bar)
+    basis = mm(m, frame.inverse)
+    psi = scaled(c, frame.psi)
+    projected = tmm(basis, y_bar)
+    t_bar = tmm(psi, projected)
+    psi_bar = mm(projected, transpose(t))
+    z_bar = phi(scaled(c, frame.gram), -frame.form, scaled(c, psi_bar))
+    p_bar = scaled(c, z_bar)
+    v_bar = y_bar + mm(basis, t_bar)
     c_bar = jnp.sum(psi_bar * frame.psi, (-2, -1)) + jnp.sum(z_bar * frame.gram, (-2, -1))
-    w_t = _transpose(frame.inverse)
+    w_t = transpose(frame.inverse)
     m_bar = (
-        _mm(y_bar, _mm(_transpose(_mm(psi, t)), w_t))
-        + _mm(v, _mm(_transpose(t_bar), w_t))
-        + _mm(basis, _mm(p_bar + _transpose(p_bar), w_t))
+        mm(y_bar, mm(transpose(mm(psi, t)), w_t))
+        + mm(v, mm(transpose(t_bar), w_t))
+        + mm(basis, mm(p_bar + transpose(p_bar), w_t))
     )
     return m_bar, c_bar, v_bar
 
@@ -178,19 +168,21 @@ _rotate.defjvp(_rotate_jvp)
 
 
 def _rotate_dense(m: Array, c: Array, v: Array) -> Array:
-    return _mm(expm_skew(_scaled(c, skew_form(m))), v)
+    return mm(expm_skew(scaled(c, skew_form(m))), v)
 
 
-def _rotate_newton_schulz(m, c, v, *, num_iters, coefficients):
+def _rotate_newton_schulz(
+    m: Array, c: Array, v: Array, *, num_iters: int | None, coefficients: Coefficients | None
+) -> Array:
     """The paper's second route (section 3): B = M Z by Newton-Schulz, on the Gram matrix.
 
     For finite `num_iters` B is not quite orthonormal and A an approximation of exp(S); its derivative is that of
     the approximation, through the polynomial.
     """
     z = newton_schulz_polynomial(gram(m), num_iters=num_iters, coefficients=coefficients)
-    basis = _mm(m, z)
-    psi = expm1(_scaled(c, skew_form(_tmm(basis, m))), None)
-    return _turn(basis, psi, _tmm(basis, v), v)
+    basis = mm(m, z)
+    psi = expm1(scaled(c, skew_form(tmm(basis, m))), None)
+    return _turn(basis, psi, tmm(basis, v), v)
 
 
 def orthogonal_attention(
@@ -202,7 +194,7 @@ def orthogonal_attention(
     mask: Array | None = None,
     method: Method = "exact",
     num_iters: int | None = None,
-    coefficients: str | None = None,
+    coefficients: Coefficients | None = None,
 ) -> Array:
     r"""Orthogonal self-attention ``exp(S) V``, ``S = alpha / sqrt(D) (Q K^T - K Q^T)``, for every head.
 
@@ -253,14 +245,23 @@ def orthogonal_attention(
 
 
 @functools.partial(jax.jit, static_argnames=("method", "num_iters", "coefficients"))
-def _attention(query, key, value, alpha, mask, method, num_iters, coefficients):
+def _attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    alpha: ArrayLike,
+    mask: Array | None,
+    method: Method,
+    num_iters: int | None,
+    coefficients: Coefficients | None,
+) -> Array:
     m, c = query_key_matrix(query, key, alpha, mask)
     _check_value(query, value)
     dtype = jnp.result_type(m.dtype, value.dtype)
     v = jnp.moveaxis(value.astype(dtype), -2, -3)
     if mask is not None:
         v = jnp.where(mask[..., None, :, None], v, 0)
-    m, c = m.astype(dtype), jnp.broadcast_to(c.astype(dtype), m.shape[:-2])
+    m, c = m.astype(dtype), c.astype(dtype)
     tokens, width = m.shape[-2:]
     if method == "newton_schulz":
         y = _rotate_newton_schulz(m, c, v, num_iters=num_iters, coefficients=coefficients)
@@ -305,4 +306,4 @@ def orthogonal_attention_weights(query: Array, key: Array, *, alpha: ArrayLike =
     Reference: Zhang & Martens 2026, section 2.
     """
     m, c = query_key_matrix(query, key, alpha)
-    return expm_skew(_scaled(c, skew_form(m)))
+    return expm_skew(scaled(c, skew_form(m)))

@@ -15,7 +15,7 @@ and `bwd` being differentiable themselves.
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.core
@@ -24,6 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import tree_util
 from jax.interpreters import ad, batching, mlir
+
+Leaves = Sequence[Any]
 
 
 class custom_vjp:
@@ -59,7 +61,7 @@ class custom_vjp:
       ... def cube(x):
       ...     return x**3
       >>> cube.defvjp(lambda x: (x**3, x), lambda x, ct: (3 * x**2 * ct,))
-      >>> cube.defjvp(lambda x, tangents: 3 * x**2 * tangents[0])
+      >>> _ = cube.defjvp(lambda x, tangents: 3 * x**2 * tangents[0])
       >>> float(jax.grad(cube)(2.0)), float(jax.jacfwd(jax.grad(cube))(2.0))
       (12.0, 12.0)
     """
@@ -74,11 +76,12 @@ class custom_vjp:
 
     def _bind_function(self, fun: Callable) -> None:
         functools.update_wrapper(self, fun)
+        self.name = getattr(fun, "__name__", type(fun).__name__)
         self.fun = fun
         self.signature = inspect.signature(fun)
         unknown = [n for n in self.nondiff_argnames if n not in self.signature.parameters]
         if unknown:
-            raise ValueError(f"nondiff_argnames {unknown} are not arguments of {self.__name__}")
+            raise ValueError(f"nondiff_argnames {unknown} are not arguments of {self.name}")
 
     def defvjp(self, fwd: Callable, bwd: Callable) -> None:
         """Sets the forward pass with residuals and the adjoint."""
@@ -90,21 +93,22 @@ class custom_vjp:
         return jvp
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The function itself; on the first call of `@custom_vjp(nondiff_argnames=...)`, decorates it."""
         if not hasattr(self, "fun"):  # @custom_vjp(nondiff_argnames=...)
             self._bind_function(*args)
             return self
         if self.fwd is None:
-            raise AttributeError(f"no derivative rule for {self.__name__}: call .defvjp(fwd, bwd) first")
+            raise AttributeError(f"no derivative rule for {self.name}: call .defvjp(fwd, bwd) first")
         args, static = self._split(args, kwargs)
         leaves, treedef = tree_util.tree_flatten(args)
         axes = _varying_axes(leaves)
 
         @jax.custom_jvp
-        def primal(*leaves):
-            return _vary(self.fun(*treedef.unflatten(leaves), **static), axes)
+        def primal(*leaves: Any) -> Any:
+            return _vary(self.fun(*tree_util.tree_unflatten(treedef, leaves), **static), axes)
 
         @primal.defjvp
-        def rule(leaves, tangents):
+        def rule(leaves: Leaves, tangents: Leaves) -> tuple[Any, Any]:
             return self._tangent(treedef, static, leaves, tangents)
 
         return primal(*leaves)
@@ -113,7 +117,7 @@ class custom_vjp:
         bound = self.signature.bind(*args, **kwargs)
         bound.apply_defaults()
         static = {n: bound.arguments[n] for n in self.nondiff_argnames}
-        positional = []
+        positional: list[Any] = []
         for name, parameter in self.signature.parameters.items():
             if name in static:
                 continue
@@ -122,54 +126,57 @@ class custom_vjp:
             positional.extend(value if variadic else (value,))
         return tuple(positional), static
 
-    def _tangent(self, treedef, static, leaves, tangents):
+    def _tangent(self, treedef: Any, static: dict[str, Any], leaves: Leaves, tangents: Leaves) -> tuple[Any, Any]:
         """The `custom_jvp` rule: the primal from `fwd`, the tangent from the linear primitive."""
+        fwd, bwd, jvp_rule = cast(Callable, self.fwd), cast(Callable, self.bwd), self.jvp
         axes = _varying_axes(leaves) | _varying_axes(tangents)
         leaves, tangents = _vary(leaves, axes), _vary(tangents, axes)
-        args = treedef.unflatten(leaves)
-        out, residuals = _vary(self.fwd(*args, **static), axes)
+        args = tree_util.tree_unflatten(treedef, leaves)
+        out, residuals = _vary(fwd(*args, **static), axes)
         out_leaves, out_tree = tree_util.tree_flatten(out)
         res, res_tree = tree_util.tree_flatten(residuals)
         inputs, outputs = _Inexact(leaves), _Inexact(out_leaves)
 
-        def jvp(res, lin):
-            tangents = treedef.unflatten(inputs.merge(lin))
-            out_dot = self.jvp(res_tree.unflatten(res), tangents, **static)
-            return _vary(outputs.select(out_dot, out_tree, "jvp", self.__name__), axes)
+        def jvp(res: Leaves, lin: Leaves) -> list[Any]:
+            tangents = tree_util.tree_unflatten(treedef, inputs.merge(lin))
+            out_dot = cast(Callable, jvp_rule)(tree_util.tree_unflatten(res_tree, res), tangents, **static)
+            return _vary(outputs.select(out_dot, out_tree, "jvp", self.name), axes)
 
-        def vjp(res, lin):
-            cotangent = out_tree.unflatten(outputs.merge(lin))
-            cotangents = self.bwd(res_tree.unflatten(res), cotangent, **static)
-            cotangents = _none_to_zeros(cotangents, args, self.__name__)
-            return _vary(inputs.select(cotangents, treedef, "bwd", self.__name__), axes)
+        def vjp(res: Leaves, lin: Leaves) -> list[Any]:
+            cotangent = tree_util.tree_unflatten(out_tree, outputs.merge(lin))
+            cotangents = bwd(tree_util.tree_unflatten(res_tree, res), cotangent, **static)
+            cotangents = _none_to_zeros(cotangents, args, self.name)
+            return _vary(inputs.select(cotangents, treedef, "bwd", self.name), axes)
 
         lin = inputs.keep(tangents)
-        res, jvp, vjp = _hoist(jvp if self.jvp else None, vjp, res, lin, outputs.keep(out_leaves))
-        out_dot = _linear_p.bind(*res, *lin, jvp=jvp, vjp=vjp, num_res=len(res), name=self.__name__)
-        return out, out_tree.unflatten(outputs.merge(out_dot))
+        res, jvp, vjp = _hoist(jvp if jvp_rule else None, vjp, res, lin, outputs.keep(out_leaves))
+        out_dot = _linear_p.bind(*res, *lin, jvp=jvp, vjp=vjp, num_res=len(res), name=self.name)
+        return out, tree_util.tree_unflatten(out_tree, outputs.merge(out_dot))
 
 
 class _Inexact:
     """Splits a list of leaves into the differentiable ones and the rest, and puts them together."""
 
-    def __init__(self, leaves):
+    def __init__(self, leaves: Leaves):
         self.avals = [jax.typeof(x) for x in leaves]
         self.mask = [jnp.issubdtype(a.dtype, jnp.inexact) for a in self.avals]
 
-    def keep(self, leaves):
+    def keep(self, leaves: Leaves) -> list[Any]:
         return [x for x, inexact in zip(leaves, self.mask, strict=True) if inexact]
 
-    def merge(self, kept):
-        kept = iter(kept)
+    def merge(self, kept: Leaves) -> list[Any]:
+        remaining = iter(kept)
         return [
-            next(kept) if inexact else np.zeros(a.shape, jax.dtypes.float0)
+            next(remaining) if inexact else np.zeros(a.shape, jax.dtypes.float0)
             for a, inexact in zip(self.avals, self.mask, strict=True)
         ]
 
-    def select(self, tree, treedef, rule, name):
+    def select(self, tree: Any, treedef: Any, rule: str, name: str) -> list[Any]:
         """The differentiable leaves of what a rule returned, checked against what they belong to."""
         try:
             leaves = self.keep(treedef.flatten_up_to(tree))
+            if not tree_util.all_leaves(leaves):
+                raise ValueError(f"got {tree_util.tree_structure(tree)}")
         except ValueError as error:
             raise TypeError(f"the {rule} rule of {name} must return the structure {treedef}") from error
         for leaf, aval in zip(leaves, self.keep(self.avals), strict=True):
@@ -180,56 +187,68 @@ class _Inexact:
         return leaves
 
 
-def _none_to_zeros(cotangents, args, name):
+def _none_to_zeros(cotangents: Any, args: tuple, name: str) -> tuple:
     if not isinstance(cotangents, tuple | list) or len(cotangents) != len(args):
         raise TypeError(
             f"the bwd rule of {name} must return a tuple of {len(args)} cotangents, one for each "
             f"argument, got {cotangents!r:.80}"
         )
     return tuple(
-        tree_util.tree_map(jnp.zeros_like, arg) if ct is None else ct
-        for ct, arg in zip(cotangents, args, strict=True)
+        tree_util.tree_map(jnp.zeros_like, arg) if ct is None else ct for ct, arg in zip(cotangents, args, strict=True)
     )
 
 
-def _varying_axes(leaves) -> frozenset:
+def _varying_axes(leaves: Leaves) -> frozenset:
     """The shard_map axes over which any of the leaves varies."""
     return frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in leaves if _is_array(x)))
 
 
-def _vary(tree, axes):
+def _vary(tree: Any, axes: frozenset) -> Any:
     """Marks every leaf as varying over `axes`: what gives a replicated input its psum in reverse."""
 
-    def vary(x):
+    def vary(x: Any) -> Any:
         missing = tuple(sorted(axes - _varying_axes([x]))) if _is_array(x) else ()
         return jax.lax.pcast(x, missing, to="varying") if missing else x
 
     return tree_util.tree_map(vary, tree)
 
 
-def _is_array(x) -> bool:
+def _is_array(x: Any) -> bool:
     return getattr(x, "dtype", None) != jax.dtypes.float0
 
 
-def _hoist(jvp, vjp, res, tangents, cotangents):
+def _hoist(jvp: Callable | None, vjp: Callable, res: list[Any], tangents: Leaves, cotangents: Leaves) -> tuple:
     """The rules as closed jaxprs; traced values they close over become residuals like the others."""
     traced = [
-        None if rule is None else jax.make_jaxpr(rule)(res, lin)
-        for rule, lin in ((jvp, tangents), (vjp, cotangents))
+        None if rule is None else jax.make_jaxpr(rule)(res, lin) for rule, lin in ((jvp, tangents), (vjp, cotangents))
     ]
     consts = [[] if closed is None else closed.consts for closed in traced]
     cut, num_consts = len(consts[0]), len(consts[0]) + len(consts[1])
     if num_consts == 0:
-        return res, *traced
+        return res, *(None if closed is None else _Rule(closed) for closed in traced)
     res = [*consts[0], *consts[1], *res]
 
-    def close(closed, lo, hi, lin):
-        def call(*operands):
+    def close(closed: Any, lo: int, hi: int, lin: Leaves) -> "_Rule | None":
+        def call(*operands: Any) -> list[Any]:
             return jax.core.eval_jaxpr(closed.jaxpr, operands[lo:hi], *operands[num_consts:])
 
-        return None if closed is None else jax.make_jaxpr(call)(*res, *lin)
+        return None if closed is None else _Rule(jax.make_jaxpr(call)(*res, *lin))
 
     return res, close(traced[0], 0, cut, tangents), close(traced[1], cut, num_consts, cotangents)
+
+
+class _Rule:
+    """A linear rule as a closed jaxpr of (residuals, linear operands).
+
+    Not a bare jaxpr: JAX would want to lower high-level primitives in it before ours is evaluated.
+    """
+
+    def __init__(self, closed: jax.extend.core.ClosedJaxpr):
+        self.in_avals, self.out_avals = closed.in_avals, closed.out_avals
+        self._closed = closed
+
+    def __call__(self, *operands: Any) -> list[Any]:
+        return jax.core.eval_jaxpr(self._closed.jaxpr, self._closed.consts, *operands)
 
 
 # The primitive: linear in its operands after the first `num_res`, the residuals.
@@ -238,21 +257,23 @@ _linear_p.multiple_results = True
 
 
 @_linear_p.def_impl
-def _evaluate(*operands, jvp, vjp, num_res, name):
+def _evaluate(*operands: Any, jvp: _Rule | None, vjp: _Rule, num_res: int, name: str) -> list[Any]:
     if jvp is None:
         raise TypeError(
             f"forward-mode differentiation of {name}, which has no rule for it: "
             f"give one with {name}.defjvp(jvp), or use reverse mode (jax.grad, jax.vjp, jax.jacrev)"
         )
-    return jax.core.eval_jaxpr(jvp.jaxpr, jvp.consts, *operands)
+    return jvp(*operands)
 
 
 @_linear_p.def_abstract_eval
-def _abstract(*operands, jvp, vjp, num_res, name):
+def _abstract(*operands: Any, jvp: _Rule | None, vjp: _Rule, num_res: int, name: str) -> list[Any]:
     return vjp.in_avals[num_res:] if jvp is None else jvp.out_avals
 
 
-def _jvp(primals, tangents, *, jvp, vjp, num_res, name):
+def _jvp(
+    primals: tuple, tangents: tuple, *, jvp: _Rule | None, vjp: _Rule, num_res: int, name: str
+) -> tuple[list[Any], list[Any]]:
     """d linear(res, lin) = linear(res, dlin) + (d/dres jvp(res, lin)) dres."""
     params = {"jvp": jvp, "vjp": vjp, "num_res": num_res, "name": name}
     res, lin = primals[:num_res], primals[num_res:]
@@ -263,35 +284,35 @@ def _jvp(primals, tangents, *, jvp, vjp, num_res, name):
         out_dot = _linear_p.bind(*res, *map(ad.instantiate_zeros, lin_dot), **params)
     if not all(isinstance(t, ad.Zero) for t in res_dot):
         evaluate = functools.partial(_evaluate, **params)
-        _, by_res = jax.jvp(
-            lambda *res: evaluate(*res, *lin), res, tuple(map(ad.instantiate_zeros, res_dot))
-        )
+        _, by_res = jax.jvp(lambda *res: evaluate(*res, *lin), res, tuple(map(ad.instantiate_zeros, res_dot)))
         out_dot = [ad.add_tangents(a, b) for a, b in zip(out_dot, by_res, strict=True)]
     return out, out_dot
 
 
-def _transpose(cotangents, *operands, jvp, vjp, num_res, name):
+def _transpose(cotangents: Leaves, *operands: Any, jvp: _Rule | None, vjp: _Rule, num_res: int, name: str) -> list[Any]:
     res, lin = operands[:num_res], operands[num_res:]
     operands = (*res, *map(ad.instantiate_zeros, cotangents))
     if jvp is None:
-        out = jax.core.eval_jaxpr(vjp.jaxpr, vjp.consts, *operands)
+        out = vjp(*operands)
     else:
         out = _linear_p.bind(*operands, jvp=vjp, vjp=jvp, num_res=num_res, name=name)
     out = [x if ad.is_undefined_primal(y) else None for x, y in zip(out, lin, strict=True)]
     return [None] * num_res + out
 
 
-def _batch(operands, dims, *, jvp, vjp, num_res, name):
+def _batch(
+    operands: Leaves, dims: Leaves, *, jvp: _Rule | None, vjp: _Rule, num_res: int, name: str
+) -> tuple[list[Any], list[int]]:
     """Maps both rules. Every linear operand is given the batch axis, so that the adjoint has it too."""
     size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
     res, lin = list(operands[:num_res]), operands[num_res:]
     lin = [batching.bdim_at_front(x, d, size) for x, d in zip(lin, dims[num_res:], strict=True)]
 
-    def mapped(rule, lin):
+    def mapped(rule: _Rule | None, lin: Leaves) -> _Rule | None:
         if rule is None:
             return None
         axes = [*dims[:num_res], *(0 for _ in lin)]
-        return jax.make_jaxpr(jax.vmap(jax.extend.core.jaxpr_as_fun(rule), axes, axis_size=size))(*res, *lin)
+        return _Rule(jax.make_jaxpr(jax.vmap(rule, axes, axis_size=size))(*res, *lin))
 
     jvp_mapped = mapped(jvp, lin)
     outs = vjp.in_avals[num_res:] if jvp is None else jvp.out_avals

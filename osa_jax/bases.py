@@ -12,7 +12,6 @@ Shapes: `N` tokens, `R` columns, any leading batch axes.
 """
 
 import operator
-from functools import partial
 from typing import Literal, NamedTuple
 
 import jax
@@ -21,14 +20,13 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from osa_jax.autodiff import custom_vjp
+from osa_jax.linalg import mm
 
 Coefficients = Literal["cubic", "polar_express"]
 Step = tuple[float, float, float]
 Steps = tuple[Step, ...]
 Pair = tuple[Array, Array]
 Triple = tuple[Array, Array, Array]
-
-_dot = partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
 
 
 class QRBasis(NamedTuple):
@@ -72,7 +70,7 @@ def qr_basis(m: ArrayLike) -> QRBasis:
     # A wide matrix is its leading square block and, in that block's basis, the other columns.
     basis, triangular = _qr(m[..., : min(rows, columns)])
     if rows < columns:
-        rest = _dot(basis.mT, m[..., rows:])
+        rest = mm(basis.mT, m[..., rows:])
         triangular = jnp.concatenate([triangular, rest], axis=-1)
     return QRBasis(basis.astype(dtype), triangular.astype(dtype))
 
@@ -107,17 +105,17 @@ def _qr_fwd(m: Array) -> tuple[Pair, Pair]:
 def _qr_jvp(residuals: Pair, tangents: tuple[Array]) -> Pair:
     basis, triangular = residuals
     c = _solve_right(tangents[0], triangular)
-    w = _dot(basis.mT, c)
+    w = mm(basis.mT, c)
     u = jnp.triu(w) + jnp.tril(w, -1).mT
-    return c - _dot(basis, u), _dot(u, triangular)
+    return c - mm(basis, u), mm(u, triangular)
 
 
 def _qr_bwd(residuals: Pair, cotangents: Pair) -> tuple[Array]:
     basis, triangular = residuals
     basis_bar, triangular_bar = cotangents
-    x = _dot(triangular, triangular_bar.mT) - _dot(basis_bar.mT, basis)
+    x = mm(triangular, triangular_bar.mT) - mm(basis_bar.mT, basis)
     copyltu = jnp.tril(x) + jnp.tril(x, -1).mT
-    return (_solve_right(basis_bar + _dot(basis, copyltu), triangular, transpose=True),)
+    return (_solve_right(basis_bar + mm(basis, copyltu), triangular, transpose=True),)
 
 
 _qr.defvjp(_qr_fwd, _qr_bwd)
@@ -182,7 +180,7 @@ def _unit_scale(m: Array) -> Array:
 
 @custom_vjp(nondiff_argnames=("steps",))
 def _tall_basis(m: Array, *, steps: Steps) -> Array:
-    return _dot(m, _gram_polynomial(_dot(m.mT, m), steps=steps))
+    return mm(m, _gram_polynomial(mm(m.mT, m), steps=steps))
 
 
 # B = M W with W = w(G), G = M^T M, hence, with `_differential` and `_adjoint` those of w:
@@ -192,22 +190,22 @@ def _tall_basis(m: Array, *, steps: Steps) -> Array:
 
 
 def _tall_basis_fwd(m: Array, *, steps: Steps) -> tuple[Array, Triple]:
-    gram = _dot(m.mT, m)
+    gram = mm(m.mT, m)
     polynomial = _gram_polynomial(gram, steps=steps)
-    return _dot(m, polynomial), (m, gram, polynomial)
+    return mm(m, polynomial), (m, gram, polynomial)
 
 
 def _tall_basis_jvp(residuals: Triple, tangents: tuple[Array], *, steps: Steps) -> Array:
     (m, gram, polynomial), (m_dot,) = residuals, tangents
-    half = _dot(m.mT, m_dot)
+    half = mm(m.mT, m_dot)
     polynomial_dot = _differential(gram, polynomial, half + half.mT, steps)
-    return _dot(m_dot, polynomial) + _dot(m, polynomial_dot)
+    return mm(m_dot, polynomial) + mm(m, polynomial_dot)
 
 
 def _tall_basis_bwd(residuals: Triple, basis_bar: Array, *, steps: Steps) -> tuple[Array]:
     m, gram, polynomial = residuals
-    gram_bar = _adjoint(gram, polynomial, _dot(m.mT, basis_bar), steps)
-    return (_dot(basis_bar, polynomial.mT) + _dot(m, gram_bar + gram_bar.mT),)
+    gram_bar = _adjoint(gram, polynomial, mm(m.mT, basis_bar), steps)
+    return (mm(basis_bar, polynomial.mT) + mm(m, gram_bar + gram_bar.mT),)
 
 
 _tall_basis.defvjp(_tall_basis_fwd, _tall_basis_bwd)
@@ -318,9 +316,9 @@ def _iterate(r0: Array, steps: Steps) -> Array:
     p, r = jnp.zeros_like(r0) + _identity(r0), r0 + _shift(r0)
     for step in steps[:-1]:
         z = _quadratic(r, step)
-        p, r = _dot(p, z), _dot(z, _dot(r, z))
-    r = _dot(p, _dot(r0, p))
-    return _dot(p, _quadratic(r, steps[-1]))
+        p, r = mm(p, z), mm(z, mm(r, z))
+    r = mm(p, mm(r0, p))
+    return mm(p, _quadratic(r, steps[-1]))
 
 
 def _frechet(r0: Array, r0_dot: Array, steps: Steps) -> Array:
@@ -328,29 +326,29 @@ def _frechet(r0: Array, r0_dot: Array, steps: Steps) -> Array:
     p, r = jnp.zeros_like(r0) + _identity(r0), r0 + _shift(r0)
     p_dot, r_dot = jnp.zeros_like(r0), r0_dot
     for step in steps[:-1]:
-        z, z_dot = _quadratic(r, step), _quadratic_dot(r, r_dot, step)
-        y, y_dot = _dot(r, z), _product_dot(r, r_dot, z, z_dot)
-        p_dot, p = _product_dot(p, p_dot, z, z_dot), _dot(p, z)
-        r_dot, r = _product_dot(z, z_dot, y, y_dot), _dot(z, y)
-    y, y_dot = _dot(r0, p), _product_dot(r0, r0_dot, p, p_dot)
-    r, r_dot = _dot(p, y), _product_dot(p, p_dot, y, y_dot)
-    z, z_dot = _quadratic(r, steps[-1]), _quadratic_dot(r, r_dot, steps[-1])
-    return _product_dot(p, p_dot, z, z_dot)
+        z, z_dot = _quadratic(r, step), _quadraticmm(r, r_dot, step)
+        y, y_dot = mm(r, z), _productmm(r, r_dot, z, z_dot)
+        p_dot, p = _productmm(p, p_dot, z, z_dot), mm(p, z)
+        r_dot, r = _productmm(z, z_dot, y, y_dot), mm(z, y)
+    y, y_dot = mm(r0, p), _productmm(r0, r0_dot, p, p_dot)
+    r, r_dot = mm(p, y), _productmm(p, p_dot, y, y_dot)
+    z, z_dot = _quadratic(r, steps[-1]), _quadraticmm(r, r_dot, steps[-1])
+    return _productmm(p, p_dot, z, z_dot)
 
 
 def _quadratic(r: Array, step: Step) -> Array:
     a, b, c = step
     linear = a * _identity(r) + b * r
-    return linear + c * _dot(r, r) if c else linear
+    return linear + c * mm(r, r) if c else linear
 
 
-def _quadratic_dot(r: Array, r_dot: Array, step: Step) -> Array:
+def _quadraticmm(r: Array, r_dot: Array, step: Step) -> Array:
     _, b, c = step
-    return b * r_dot + c * _product_dot(r, r_dot, r, r_dot) if c else b * r_dot
+    return b * r_dot + c * _productmm(r, r_dot, r, r_dot) if c else b * r_dot
 
 
-def _product_dot(x: Array, x_dot: Array, y: Array, y_dot: Array) -> Array:
-    return _dot(x_dot, y) + _dot(x, y_dot)
+def _productmm(x: Array, x_dot: Array, y: Array, y_dot: Array) -> Array:
+    return mm(x_dot, y) + mm(x, y_dot)
 
 
 def _shift(r: Array) -> Array:

@@ -31,34 +31,23 @@ its intermediates.
 
 import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from osa_jax.autodiff import custom_vjp
+from osa_jax.linalg import exponent, eye_like, mm, scaled, transpose
 
-HIGHEST = lax.Precision.HIGHEST
 DOUBLINGS_PER_POLISH = 8
-
-
-def _mm(a: Array, b: Array) -> Array:
-    return jnp.matmul(a, b, precision=HIGHEST)
-
-
-def _transpose(x: Array) -> Array:
-    return jnp.swapaxes(x, -1, -2)
-
-
-def eye_like(like: Array) -> Array:
-    return jnp.broadcast_to(jnp.eye(like.shape[-1], dtype=like.dtype), like.shape)
 
 
 def _ldexp(x: Array, exponent: Array) -> Array:
     """x 2^exponent by matrix of the batch, in two steps that neither overflow nor underflow alone."""
     half = exponent // 2
     first, second = jnp.exp2(half.astype(x.dtype)), jnp.exp2((exponent - half).astype(x.dtype))
-    return x * first[..., None, None] * second[..., None, None]
+    return scaled(second, scaled(first, x))
 
 
 def _max(x: Array) -> Array:
@@ -72,11 +61,6 @@ def _norm(x: Array) -> Array:
     return _max(jnp.sum(jnp.abs(x), -2, keepdims=True))
 
 
-def _exponent(x: Array) -> Array:
-    """The smallest integer e with x < 2^e (0 for x = 0)."""
-    return jnp.frexp(x)[1]
-
-
 def _series(x: Array, p: Array | None) -> tuple[Array, Array]:
     """Psi(X / 2^s, P) and s, from the Taylor series of phi_1 to degree 11 in seven products.
 
@@ -85,49 +69,49 @@ def _series(x: Array, p: Array | None) -> tuple[Array, Array]:
     itself is kept below 16 theta, for the rounding errors of the powers when Y is far from normal.
     """
     theta = 0.2996 if x.dtype == jnp.float64 else 1.46
-    k = _exponent(_max(jnp.abs(x)))
+    k = jnp.maximum(exponent(_max(jnp.abs(x))), 0)  # small X needs no scaling, and its tangents may be large
     x = _ldexp(x, -k)
-    y = x if p is None else _mm(x, p)
-    y2 = _mm(y, y)
-    y3, y4 = _mm(y, y2), _mm(y2, y2)
+    y = x if p is None else mm(x, p)
+    y2 = mm(y, y)
+    y3, y4 = mm(y, y2), mm(y2, y2)
     bound = jnp.maximum(jnp.cbrt(_norm(y3)), jnp.sqrt(jnp.sqrt(_norm(y4))))
     bound = jnp.maximum(bound, _norm(y) / 16)
-    s = jnp.maximum(k + _exponent(bound / theta), 0)
+    s = jnp.maximum(k + exponent(bound / theta), 0)
     shift = k - s
     y, y2, y3, y4 = (_ldexp(y_j, j * shift) for j, y_j in ((1, y), (2, y2), (3, y3), (4, y4)))
     eye = eye_like(y)
     c = [1 / math.factorial(j + 1) for j in range(12)]
 
-    def cubic(j):
+    def cubic(j: int) -> Array:
         return c[j] * eye + c[j + 1] * y + c[j + 2] * y2 + c[j + 3] * y3
 
-    phi = cubic(0) + _mm(y4, cubic(4) + _mm(y4, cubic(8)))
-    return _mm(phi, _ldexp(x, shift)), s
+    phi = cubic(0) + mm(y4, cubic(4) + mm(y4, cubic(8)))
+    return mm(phi, _ldexp(x, shift)), s
 
 
 def _double(psi: Array, p: Array | None) -> Array:
-    return 2 * psi + _mm(psi, psi if p is None else _mm(p, psi))
+    return 2 * psi + mm(psi, psi if p is None else mm(p, psi))
 
 
 def _polish(psi: Array, p: Array | None) -> Array:
     """One Newton step towards orthogonality. The correction is zero but for rounding: a constant."""
     psi_0, p = lax.stop_gradient((psi, p))
-    d = psi_0 + _transpose(psi_0) + _mm(_transpose(psi_0), psi_0 if p is None else _mm(p, psi_0))
-    return psi - (d + _mm(psi_0, d if p is None else _mm(p, d))) / 2
+    d = psi_0 + transpose(psi_0) + mm(transpose(psi_0), psi_0 if p is None else mm(p, psi_0))
+    return psi - (d + mm(psi_0, d if p is None else mm(p, d))) / 2
 
 
 def _psi(x: Array, p: Array | None) -> Array:
     psi, s = _series(x, p)
     trips = jnp.max(s, initial=0)
 
-    def where(active, new, old):
+    def where(active: Array, new: Array, old: Array) -> Array:
         return jnp.where(active[..., None, None], new, old)
 
-    def block(carry):
+    def block(carry: tuple[Array, Array]) -> tuple[Array, Array]:
         start, psi = carry
         stop = jnp.minimum(start + DOUBLINGS_PER_POLISH, trips)
 
-        def step(carry):
+        def step(carry: tuple[Array, Array]) -> tuple[Array, Array]:
             i, psi = carry
             return i + 1, where(i < s, _double(psi, p), psi)
 
@@ -137,22 +121,22 @@ def _psi(x: Array, p: Array | None) -> Array:
     return lax.while_loop(lambda carry: carry[0] < trips, block, (jnp.zeros_like(trips), psi))[1]
 
 
-def _differentiable(function):
+def _differentiable(function: Callable[..., Array]) -> custom_vjp:
     """D^k function(z, const)[e_1, .., e_k] as a `custom_vjp`, for functions that are sums of words in z and
     const: see the module's docstring. `const` is not differentiated."""
 
     @custom_vjp
-    def derivative(z, const, *directions):
+    def derivative(z: Array, const: Array | None, *directions: Array) -> Array:
         along = functools.partial(function, const=const)
         for e in directions:
             along = functools.partial(lambda f, e, z: jax.jvp(f, (z,), (e,))[1], along, e)
         return along(z)
 
-    def fwd(z, const, *directions):
+    def fwd(z: Array, const: Array | None, *directions: Array) -> tuple[Array, tuple]:
         # Through the rule again, not `along(z)`: second order must not meet the loop in reverse.
         return derivative(z, const, *directions), (z, const, directions)
 
-    def jvp(residuals, tangents):
+    def jvp(residuals: tuple, tangents: tuple) -> Array:
         z, const, directions = residuals
         z_dot, _, *directions_dot = tangents
         out = derivative(z, const, *directions, z_dot)
@@ -160,8 +144,8 @@ def _differentiable(function):
             out = out + derivative(z, const, *directions[:i], e_dot, *directions[i + 1 :])
         return out
 
-    def bwd(residuals, cotangent):
-        z, const, directions = jax.tree.map(_transpose, residuals)
+    def bwd(residuals: tuple, cotangent: Array) -> tuple:
+        z, const, directions = jax.tree.map(transpose, residuals)
         rest = [(*directions[:i], *directions[i + 1 :]) for i in range(len(directions))]
         by_direction = [derivative(z, const, *others, cotangent) for others in rest]
         return derivative(z, const, *directions, cotangent), None, *by_direction

@@ -209,24 +209,25 @@ def _draw(
     order = batch + rows + columns
     batch_shape = tuple(shape[axis] for axis in batch)
     sampled = jnp.promote_types(dtype, jnp.float32)
-    matrix = jax.random.orthogonal(
-        key, _size(shape, rows), batch_shape, sampled, m=_size(shape, columns)
-    )
+
+    def haar(key: jax.Array) -> jax.Array:
+        return jax.random.orthogonal(key, _size(shape, rows), (), sampled, m=_size(shape, columns))
+
+    # One by one: on CPUs, jaxlib 0.10's batched QR can deadlock beside another one in a jitted
+    # program, such as the initialisation of a whole model.
+    matrix = jax.lax.map(haar, jax.random.split(key, math.prod(batch_shape)))
     kernel = matrix.reshape([shape[axis] for axis in order]).transpose(
         [order.index(axis) for axis in range(len(shape))]
     )
     return (scale * kernel).astype(dtype)
 
 
-def _matrix_axes(
-    shape: tuple[int, ...], in_axis: Axes, out_axis: Axes
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _matrix_axes(shape: tuple[int, ...], in_axis: Axes, out_axis: Axes) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The input and output axes, counted from the front."""
     rows, columns = _normalise(in_axis, shape, "in_axis"), _normalise(out_axis, shape, "out_axis")
     if len(set(rows + columns)) != len(rows + columns):
         raise ValueError(
-            f"in_axis and out_axis must name different axes, got {in_axis} and {out_axis} for "
-            f"shape {shape}."
+            f"in_axis and out_axis must name different axes, got {in_axis} and {out_axis} for shape {shape}."
         )
     return rows, columns
 
@@ -236,8 +237,7 @@ def _normalise(axes: Axes, shape: tuple[int, ...], name: str) -> tuple[int, ...]
     for axis in listed:
         if not -len(shape) <= axis < len(shape):
             raise ValueError(
-                f"{name} must be an axis of the kernel, got {axis} for shape {shape}; a kernel "
-                "has at least two axes."
+                f"{name} must be an axis of the kernel, got {axis} for shape {shape}; a kernel has at least two axes."
             )
     return tuple(axis % len(shape) for axis in listed)
 
@@ -250,7 +250,6 @@ def _real_dtype(dtype: DTypeLike | None) -> jnp.dtype:
     real = jnp.dtype(jnp.result_type(float) if dtype is None else dtype)
     if not jnp.issubdtype(real, jnp.floating):
         raise ValueError(
-            f"dtype must be a real floating type, got {real.name}; pass float32, bfloat16, "
-            "float16 or float64."
+            f"dtype must be a real floating type, got {real.name}; pass float32, bfloat16, float16 or float64."
         )
     return real

@@ -7,12 +7,11 @@ Shapes: ``N`` tokens, ``H`` heads, ``D`` query-key width, ``R = 2D``.
 
 import math
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
-HIGHEST = lax.Precision.HIGHEST
+from osa_jax.linalg import exponent, mm, scaled, tmm, transpose
 
 
 def symplectic_form(size: int, dtype: DTypeLike = jnp.float32) -> Array:
@@ -56,8 +55,8 @@ def skew_form(m: Array) -> Array:
              [-2.,  0.]], dtype=float32)
     """
     q, k = jnp.split(m, 2, axis=-1)
-    product = jnp.matmul(q, jnp.swapaxes(k, -1, -2), precision=HIGHEST)
-    return product - jnp.swapaxes(product, -1, -2)
+    product = mm(q, transpose(k))
+    return product - transpose(product)
 
 
 def gram(m: Array) -> Array:
@@ -75,12 +74,10 @@ def gram(m: Array) -> Array:
       Array([[1., 2.],
              [2., 5.]], dtype=float32)
     """
-    return jnp.matmul(jnp.swapaxes(m, -1, -2), m, precision=HIGHEST)
+    return tmm(m, m)
 
 
-def query_key_matrix(
-    query: Array, key: Array, alpha: ArrayLike, mask: Array | None = None
-) -> tuple[Array, Array]:
+def query_key_matrix(query: Array, key: Array, alpha: ArrayLike, mask: Array | None = None) -> tuple[Array, Array]:
     r"""M = [Q, K] by head and the c of ``S = c M J M^T``, scaled so that no product of M overflows.
 
     Args:
@@ -110,11 +107,11 @@ def query_key_matrix(
     if mask is not None:
         m = jnp.where(mask[..., None, :, None], m, 0)
     top = jnp.max(jnp.abs(lax.stop_gradient(m)), (-2, -1), initial=0)
-    exponent = jnp.frexp(jnp.where(jnp.isfinite(top), top, 0))[1]
-    m = m * jnp.exp2(-exponent.astype(dtype))[..., None, None]
     limit = jnp.finfo(dtype).maxexp * 3 // 4
-    square = jnp.exp2(jnp.minimum(2 * exponent, limit).astype(dtype))
-    c = (alpha.astype(dtype) / math.sqrt(query.shape[-1])) * square
+    power = jnp.maximum(exponent(jnp.where(jnp.isfinite(top), top, 0)), -limit // 3)
+    m = scaled(jnp.exp2(-power.astype(dtype)), m)
+    square = jnp.exp2(jnp.minimum(2 * power, limit).astype(dtype))
+    c = jnp.broadcast_to(alpha.astype(dtype) / math.sqrt(query.shape[-1]), square.shape) * square
     return m, jnp.clip(c, -(2.0**limit), 2.0**limit)
 
 
@@ -135,9 +132,7 @@ def check_query_key(query: Array, key: Array, alpha: Array, mask: Array | None) 
     if query.shape[-1] == 0 or query.shape[-2] == 0:
         raise ValueError(f"query must have at least one head and a width of 1, got shape {query.shape}")
     if alpha.shape not in ((), query.shape[-2:-1]):
-        raise ValueError(
-            f"alpha must be a scalar or one number per head [{query.shape[-2]}], got shape {alpha.shape}"
-        )
+        raise ValueError(f"alpha must be a scalar or one number per head [{query.shape[-2]}], got shape {alpha.shape}")
     if mask is not None and (mask.dtype != jnp.bool_ or mask.shape != query.shape[:-2]):
         raise ValueError(
             f"mask must be a boolean array {query.shape[:-2]} of valid tokens ([..., N], as the leading axes of "
@@ -170,4 +165,4 @@ def skew_scores(query: Array, key: Array, *, alpha: ArrayLike = 1.0) -> Array:
     Reference: Zhang & Martens 2026, section 2.
     """
     m, c = query_key_matrix(query, key, alpha)
-    return c[..., None, None] * skew_form(m)
+    return scaled(c, skew_form(m))

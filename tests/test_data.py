@@ -53,10 +53,7 @@ def test_every_epoch_of_the_stream_is_a_permutation(num_examples, batch_size):
     epochs = 6
     steps = -(-epochs * num_examples // batch_size)
     stream = np.concatenate(
-        [
-            batch_indices(step, seed=3, num_examples=num_examples, batch_size=batch_size)
-            for step in range(steps)
-        ]
+        [batch_indices(step, seed=3, num_examples=num_examples, batch_size=batch_size) for step in range(steps)]
     )[: epochs * num_examples].reshape(epochs, num_examples)
     np.testing.assert_array_equal(np.sort(stream), np.tile(np.arange(num_examples), (epochs, 1)))
     if num_examples > 6:
@@ -72,9 +69,7 @@ def test_the_order_is_a_function_of_seed_and_step_alone():
     assert indices(0, 0) != indices(0, 1) and indices(0, 0) != indices(1, 0)
 
 
-@pytest.mark.parametrize(
-    "change", [{"step": -1}, {"seed": -1}, {"num_examples": 0}, {"batch_size": 0}]
-)
+@pytest.mark.parametrize("change", [{"step": -1}, {"seed": -1}, {"num_examples": 0}, {"batch_size": 0}])
 def test_batch_indices_refuse_what_has_no_order(change):
     arguments = {"step": 0, "seed": 0, "num_examples": 5, "batch_size": 2} | change
     (name,) = change
@@ -91,11 +86,7 @@ def test_evaluation_batches_hold_every_example_exactly_once(batch_size):
     assert real.sum() == batches.weights.sum() == 11
     np.testing.assert_array_equal(batches.labels.ravel()[real], split.labels)
     np.testing.assert_array_equal(batches.images.reshape(-1, 2, 2, 1)[real], split.images)
-    assert (
-        batches.images.shape[:2]
-        == batches.labels.shape
-        == (-(-11 // min(batch_size, 11)),) + (min(batch_size, 11),)
-    )
+    assert batches.images.shape[:2] == batches.labels.shape == (-(-11 // min(batch_size, 11)),) + (min(batch_size, 11),)
 
 
 def test_evaluation_batches_refuse_bad_input():

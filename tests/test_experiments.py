@@ -105,9 +105,7 @@ def test_train_trains_and_refuses_to_overwrite(tmp_path):
     ],
 )
 def test_a_wrong_override_ends_at_once_with_the_key(override, message, tmp_path):
-    code, _, err = execute(
-        "train.py", f"--config={ROOT}/configs/digits.py", f"--workdir={tmp_path}/run", override
-    )
+    code, _, err = execute("train.py", f"--config={ROOT}/configs/digits.py", f"--workdir={tmp_path}/run", override)
     assert code == 1 and re.search(message, err)
     assert "step 1" not in err and not (tmp_path / "run").exists()
 

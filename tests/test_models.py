@@ -63,9 +63,7 @@ def test_parameter_counts(variant, skip, init):
 
 
 def test_the_table_covers_every_variant():
-    assert set(PARAMETERS) == set(
-        itertools.product(("softmax", "orthogonal"), (False, True), ("mean", "cls"))
-    )
+    assert set(PARAMETERS) == set(itertools.product(("softmax", "orthogonal"), (False, True), ("mean", "cls")))
     assert MODELS == {"vit": ViT}
 
 
@@ -175,9 +173,7 @@ def test_skips_and_norms_sit_where_the_usual_vit_has_them(skip, norm):
     x = np.asarray(out["tokens"])
     for index, block in p["blocks"].items():
         values = {
-            name.split("/")[1]: np.asarray(value)
-            for name, value in out.items()
-            if name.startswith(f"block_{index}/")
+            name.split("/")[1]: np.asarray(value) for name, value in out.items() if name.startswith(f"block_{index}/")
         }
         entered = numpy_norm(block["attention_norm"], x) if norm else x
         np.testing.assert_allclose(values["attention_input"], entered, rtol=1e-10, atol=1e-10)
@@ -201,9 +197,7 @@ def test_the_orthogonal_start(attention):
     for head_init in ("joint", "independent"):
         model = ViT(**options, head_init=head_init, rngs=nnx.Rngs(0))
         for block in to_numpy(model)["blocks"].values():
-            query, key, value, out = (
-                block["attention"][name]["kernel"] for name in ("query", "key", "value", "out")
-            )
+            query, key, value, out = (block["attention"][name]["kernel"] for name in ("query", "key", "value", "out"))
             both = np.concatenate([query, key], -1)
             gram = np.einsum("fhd,fhe->hde", both, both)
             np.testing.assert_allclose(gram, np.tile(np.eye(8), (3, 1, 1)), atol=1e-13)
@@ -287,9 +281,7 @@ def test_dropout_acts_on_the_outputs_of_both_branches():
         kept = np.asarray(out[f"block_0/{after}"])
         zeros = kept == 0
         assert 0.3 < zeros.mean() < 0.7, name
-        np.testing.assert_allclose(
-            kept[~zeros], 2 * np.asarray(out[f"block_0/{before}"])[~zeros], rtol=1e-12
-        )
+        np.testing.assert_allclose(kept[~zeros], 2 * np.asarray(out[f"block_0/{before}"])[~zeros], rtol=1e-12)
         assert (zeros[0] != zeros[1]).any()
     assert (np.asarray(out["block_0/output"] == 0) != np.asarray(out["block_1/output"] == 0)).any()
     with pytest.raises(ValueError, match="deterministic"):

@@ -56,8 +56,7 @@ def numpy_attention(params, x):
     for index in np.ndindex(x.shape[:-2]):
         for head in range(HEADS):
             q, k, v = (
-                x[index] @ p[name]["kernel"][:, head] + p[name]["bias"][head]
-                for name in ("query", "key", "value")
+                x[index] @ p[name]["kernel"][:, head] + p[name]["bias"][head] for name in ("query", "key", "value")
             )
             skew = p["alpha"][head] / np.sqrt(q.shape[-1]) * (q @ k.T - k @ q.T)
             phases, vectors = np.linalg.eigh(1j * skew)
@@ -84,17 +83,13 @@ def test_equals_the_paper_in_numpy(apply):
 
 def test_parameters_follow_flax():
     flax = nnx.MultiHeadAttention(HEADS, FEATURES, VALUES, OUT, decode=False, rngs=nnx.Rngs(0))
-    ours = OrthogonalSelfAttention(
-        HEADS, FEATURES, VALUES, OUT, use_bias=True, alpha=0.3, rngs=nnx.Rngs(0)
-    )
+    ours = OrthogonalSelfAttention(HEADS, FEATURES, VALUES, OUT, use_bias=True, alpha=0.3, rngs=nnx.Rngs(0))
     shapes = jax.tree.map(jnp.shape, nnx.to_pure_dict(nnx.state(ours, nnx.Param)))
     np.testing.assert_array_equal(ours.alpha[...], np.full(HEADS, 0.3, np.float32))
     assert shapes.pop("alpha") == (HEADS,)
     assert shapes == jax.tree.map(jnp.shape, nnx.to_pure_dict(nnx.state(flax, nnx.Param)))
     linen = jax.eval_shape(layer_linen().init, jax.random.key(0), X64)["params"]
-    assert jax.tree.map(lambda p: (p.shape, p.dtype), linen) == jax.tree.map(
-        lambda p: (p.shape, p.dtype), PARAMS
-    )
+    assert jax.tree.map(lambda p: (p.shape, p.dtype), linen) == jax.tree.map(lambda p: (p.shape, p.dtype), PARAMS)
 
 
 @pytest.mark.parametrize("method", ["exact", "qr", "newton_schulz", "dense", "auto"])
@@ -105,9 +100,7 @@ def test_both_layers_give_the_same_numbers_for_every_method(method):
     layer = layer_nnx(**options)
     nnx.update(layer, PARAMS)
     ours = layer(X64[0])
-    np.testing.assert_array_equal(
-        np.asarray(ours), layer_linen(**options).apply({"params": PARAMS}, X64[0])
-    )
+    np.testing.assert_array_equal(np.asarray(ours), layer_linen(**options).apply({"params": PARAMS}, X64[0]))
     close(ours, EXPECTED[0], scale=1e4 if method == "newton_schulz" else 1.0)
 
 
@@ -123,9 +116,7 @@ def kernels_of(head_init, heads=2, features=8, qk_features=None):
 @pytest.mark.parametrize("head_init", ["joint", "independent"])
 def test_the_layers_start_as_the_paper_says(head_init):
     for params in kernels_of(head_init, qk_features=6):
-        query, key, value, out = (
-            np.asarray(params[name]["kernel"]) for name in ("query", "key", "value", "out")
-        )
+        query, key, value, out = (np.asarray(params[name]["kernel"]) for name in ("query", "key", "value", "out"))
         assert set(params["query"]) == {"kernel"}
         skew = np.einsum("fhd,ghd->hfg", query, key) - np.einsum("fhd,ghd->hfg", key, query)
         expected = np.tile([1.0] * 6 + [0.0] * 2, (2, 1))
@@ -169,9 +160,7 @@ def test_padding_is_as_if_it_were_not_there(apply):
     (_, out), grads = run(PARAMS, padded, weights, mask=mask)
     (_, expected), wanted = run(PARAMS, packed, weights[:, valid])
     close(out[:, valid], expected)
-    np.testing.assert_array_equal(
-        out[:, ~valid], np.broadcast_to(PARAMS["out"]["bias"], (2, 2, OUT))
-    )
+    np.testing.assert_array_equal(out[:, ~valid], np.broadcast_to(PARAMS["out"]["bias"], (2, 2, OUT)))
     close(grads[1][:, valid], wanted[1])
     np.testing.assert_array_equal(np.asarray(grads[1][:, ~valid]), 0)
     # The bias of the output is the one parameter that sees a padding token.
@@ -233,9 +222,7 @@ def test_compute_dtype_and_cotangent_dtypes(dtype):
 
     out, grads = run(params)
     assert out.dtype == jnp.dtype(dtype)
-    np.testing.assert_array_equal(
-        np.asarray(out, np.float32), np.asarray(nnx.jit(lambda m: m(x))(layer), np.float32)
-    )
+    np.testing.assert_array_equal(np.asarray(out, np.float32), np.asarray(nnx.jit(lambda m: m(x))(layer), np.float32))
     bound = 40 * float(jnp.finfo(dtype).eps) * np.abs(EXPECTED).max()
     np.testing.assert_allclose(np.asarray(out, np.float64), EXPECTED[0], rtol=0, atol=bound)
     assert all(g.dtype == jnp.float32 for g in jax.tree.leaves(grads))
@@ -251,9 +238,7 @@ def test_low_precision_parameters_are_drawn_in_float32_and_rounded():
 
 def test_dropout_acts_on_the_output_alone():
     rate, x = 0.4, X64[0]
-    layer = OrthogonalSelfAttention(
-        HEADS, FEATURES, dropout_rate=rate, param_dtype=jnp.float64, rngs=nnx.Rngs(0)
-    )
+    layer = OrthogonalSelfAttention(HEADS, FEATURES, dropout_rate=rate, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
     kept = np.asarray(layer(x, deterministic=True))
     dropped = np.asarray(layer(x, deterministic=False))
     zeros = dropped == 0
@@ -298,17 +283,13 @@ CONSTRUCTION = [
 @pytest.mark.parametrize("options, message", CONSTRUCTION)
 def test_bad_options_are_named_at_construction(options, message):
     with pytest.raises(ValueError, match=message):
-        OrthogonalSelfAttention(
-            **({"num_heads": 2, "in_features": FEATURES, "rngs": nnx.Rngs(0)} | options)
-        )
+        OrthogonalSelfAttention(**({"num_heads": 2, "in_features": FEATURES, "rngs": nnx.Rngs(0)} | options))
     with pytest.raises(ValueError, match=message):
         layer = LinenOrthogonalSelfAttention(**({"num_heads": 2} | options))
         jax.eval_shape(layer.init, jax.random.key(0), X64)
 
 
-@pytest.mark.parametrize(
-    "rngs, rate", [(None, 0.0), (nnx.Rngs(dropout=0), 0.0), (nnx.Rngs(params=0), 0.1)]
-)
+@pytest.mark.parametrize("rngs, rate", [(None, 0.0), (nnx.Rngs(dropout=0), 0.0), (nnx.Rngs(params=0), 0.1)])
 def test_missing_rngs_are_named_at_construction(rngs, rate):
     with pytest.raises(ValueError, match="rngs must hold a stream"):
         OrthogonalSelfAttention(2, FEATURES, dropout_rate=rate, rngs=rngs)

@@ -107,9 +107,7 @@ def test_train_steps_equal_hand_written_adamw_with_clipping_and_schedule():
             clipped = value * min(1, 0.2 / norm)
             mean[name] = 0.9 * mean[name] + 0.1 * clipped
             square[name] = 0.999 * square[name] + 0.001 * clipped**2
-            update = (mean[name] / (1 - 0.9 ** (step + 1))) / (
-                np.sqrt(square[name] / (1 - 0.999 ** (step + 1))) + 1e-8
-            )
+            update = (mean[name] / (1 - 0.9 ** (step + 1))) / (np.sqrt(square[name] / (1 - 0.999 ** (step + 1))) + 1e-8)
             decay = 0.3 * params[name] if name != "scale" else 0
             # The schedule's learning rate is float32 in optax.
             change = nnx.to_pure_dict(state.params)[name] - params[name]
@@ -179,9 +177,7 @@ def linear_world(monkeypatch):
     """A world whose one model is softmax regression and whose one data set is random."""
 
     def make_linear(*, image_shape, num_classes, blow_up_at: int | None = None, rngs):
-        return Linear(
-            image_shape=image_shape, num_classes=num_classes, blow_up_at=blow_up_at, rngs=rngs
-        )
+        return Linear(image_shape=image_shape, num_classes=num_classes, blow_up_at=blow_up_at, rngs=rngs)
 
     def make_data(*, num_test: int = 11):
         return Dataset(random_split(13, seed=1), random_split(num_test, seed=2), 3)
@@ -301,9 +297,7 @@ def test_progress_bar_on_a_terminal_shows_the_newest_numbers():
 def test_results_table_is_mean_and_standard_deviation_of_the_last_rows():
     def rows(accuracy, loss, rate):
         last = {"test_accuracy": accuracy, "test_loss": loss, "train_loss": loss / 2}
-        return [last | {"test_accuracy": 0.0, "steps_per_second": 1.0}] + [
-            last | {"steps_per_second": rate}
-        ]
+        return [last | {"test_accuracy": 0.0, "steps_per_second": 1.0}] + [last | {"steps_per_second": rate}]
 
     table = results_table({"A": [rows(0.9, 1.0, 10), rows(0.8, 3.0, 30)], "B": [rows(0.5, 2.0, 5)]})
     assert table.splitlines()[2:] == [
@@ -318,14 +312,9 @@ def test_curves_are_a_picture_of_the_runs(least, scale, tmp_path, monkeypatch):
 
     figures = []
     save = Figure.savefig
-    monkeypatch.setattr(
-        Figure, "savefig", lambda self, path: (figures.append(self), save(self, path))
-    )
+    monkeypatch.setattr(Figure, "savefig", lambda self, path: (figures.append(self), save(self, path)))
     seeds = [
-        [
-            {"step": s, "train_loss": least + (3 - s) * k, "test_loss": least + 2.0}
-            for s in (1, 2, 3)
-        ]
+        [{"step": s, "train_loss": least + (3 - s) * k, "test_loss": least + 2.0} for s in (1, 2, 3)]
         for k in (0.5, 1.0)
     ]
     plot_curves({"A": seeds, "B": seeds}, tmp_path / "curves.png", title="digits")
@@ -349,8 +338,6 @@ with one_line_errors():
 
 
 def test_ctrl_c_ends_with_one_line_and_exit_code_130():
-    result = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=60
-    )
+    result = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=60)
     assert result.returncode == 130
     assert result.stderr == "Interrupted: the metrics written so far are kept.\n"

@@ -51,9 +51,7 @@ class PatchEmbedding(nnx.Module):
         vectors = nnx.initializers.normal(math.sqrt(0.5) if orthogonal else 0.02)
         num_tokens = (height // patch_size) * (breadth // patch_size) + class_token
         self.positions = nnx.Param(vectors(rngs.params(), (num_tokens, width), param_dtype))
-        self.class_token = (
-            nnx.Param(vectors(rngs.params(), (1, width), param_dtype)) if class_token else None
-        )
+        self.class_token = nnx.Param(vectors(rngs.params(), (1, width), param_dtype)) if class_token else None
 
     def __call__(self, images: jax.Array) -> jax.Array:
         """Embed the patches, row by row; the class token comes first."""
@@ -125,13 +123,9 @@ class Block(nnx.Module):
         self.attention_norm = nnx.LayerNorm(width, **options) if norm else None
         self.mlp_norm = nnx.LayerNorm(width, **options) if norm else None
         drops = dropout_rate > 0
-        self.dropout = nnx.Dropout(
-            dropout_rate, deterministic=None if drops else True, rngs=rngs if drops else None
-        )
+        self.dropout = nnx.Dropout(dropout_rate, deterministic=None if drops else True, rngs=rngs if drops else None)
 
-    def __call__(
-        self, x: jax.Array, *, deterministic: bool | None = None
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def __call__(self, x: jax.Array, *, deterministic: bool | None = None) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The block's output and everything it computed on the way, by name."""
 
         def leave(branch: jax.Array, entered: jax.Array) -> jax.Array:

@@ -13,6 +13,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from osa_jax.attention import Method
+from osa_jax.bases import Coefficients
 from osa_jax.initializers import scaled_uniform_orthogonal
 from osa_jax.models.activations import ACTIVATIONS, resolve_gain
 from osa_jax.models.blocks import MLP, Block, PatchEmbedding, SelfAttention, softmax_attention
@@ -97,7 +98,7 @@ class ViT(nnx.Module):
         attention: Attention = "softmax",
         method: Method = "exact",
         num_iters: int | None = None,
-        coefficients: str | None = None,
+        coefficients: Coefficients | None = None,
         skip: bool,
         norm: bool,
         init: Init = "standard",
@@ -165,10 +166,7 @@ class ViT(nnx.Module):
             **options,
         )
         self.blocks = nnx.List(
-            [
-                block(attend[attention](num_heads, width, **options), mlp(**options), **options)
-                for _ in range(depth)
-            ]
+            [block(attend[attention](num_heads, width, **options), mlp(**options), **options) for _ in range(depth)]
         )
         self.norm = nnx.LayerNorm(width, **options) if norm else None
         self.head = nnx.Linear(width, num_classes, kernel_init=nnx.initializers.zeros, **options)

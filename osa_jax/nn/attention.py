@@ -12,6 +12,7 @@ from flax.typing import PrecisionLike
 from jax.typing import DTypeLike
 
 from osa_jax.attention import Method, orthogonal_attention
+from osa_jax.bases import Coefficients
 from osa_jax.initializers import Initializer
 from osa_jax.nn import common
 
@@ -80,7 +81,7 @@ class OrthogonalSelfAttention(nnx.Module):
         head_init: common.HeadInit = "joint",
         method: Method = "exact",
         num_iters: int | None = None,
-        coefficients: str | None = None,
+        coefficients: Coefficients | None = None,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         dropout_rate: float = 0.0,
@@ -113,9 +114,7 @@ class OrthogonalSelfAttention(nnx.Module):
         self.num_iters = num_iters
         self.coefficients = coefficients
 
-        inits = common.kernel_inits(
-            rngs.params(), num_heads=num_heads, head_init=head_init, kernel_init=kernel_init
-        )
+        inits = common.kernel_inits(rngs.params(), num_heads=num_heads, head_init=head_init, kernel_init=kernel_init)
         linear = partial(
             nnx.LinearGeneral,
             use_bias=use_bias,

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from osa_jax.attention import Method, orthogonal_attention
+from osa_jax.bases import Coefficients
 from osa_jax.initializers import Initializer, blockwise, query_key_stiefel, stiefel
 
 HeadInit = Literal["joint", "independent"]
@@ -40,7 +41,7 @@ def check_options(
     head_init: HeadInit,
     method: Method,
     num_iters: int | None,
-    coefficients: str | None,
+    coefficients: Coefficients | None,
     dropout_rate: float,
 ) -> None:
     """Refuse options that no input could make valid."""
@@ -63,9 +64,7 @@ def check_options(
 def check_dropout_rate(dropout_rate: float) -> None:
     """A rate of 1 would leave nothing, and NaN would silently be no dropout."""
     if not 0.0 <= dropout_rate < 1.0:
-        raise ValueError(
-            f"dropout_rate must be in [0, 1), got {dropout_rate}; 0.0 switches dropout off."
-        )
+        raise ValueError(f"dropout_rate must be in [0, 1), got {dropout_rate}; 0.0 switches dropout off.")
 
 
 def check_rngs(rngs: nnx.Rngs | None, dropout_rate: float) -> nnx.Rngs:
@@ -160,9 +159,7 @@ def check_inputs(
             "last axis holds the features."
         )
     if not jnp.issubdtype(inputs_q.dtype, jnp.floating):
-        raise ValueError(
-            f"inputs_q must be real floating point, got {inputs_q.dtype}; cast it first."
-        )
+        raise ValueError(f"inputs_q must be real floating point, got {inputs_q.dtype}; cast it first.")
     if mask is None:
         return inputs_q
     if mask.dtype != jnp.bool_ or mask.shape != inputs_q.shape[:-1]:

@@ -13,6 +13,7 @@ from jax.nn.initializers import constant
 from jax.typing import DTypeLike
 
 from osa_jax.attention import Method, orthogonal_attention
+from osa_jax.bases import Coefficients
 from osa_jax.initializers import Initializer
 from osa_jax.nn import common
 
@@ -75,7 +76,7 @@ class OrthogonalSelfAttention(linen.Module):
     head_init: common.HeadInit = "joint"
     method: Method = "exact"
     num_iters: int | None = None
-    coefficients: str | None = None
+    coefficients: Coefficients | None = None
     dropout_rate: float = 0.0
     deterministic: bool | None = None
     precision: PrecisionLike = None
@@ -124,9 +125,7 @@ class OrthogonalSelfAttention(linen.Module):
           ValueError: cross-attention or causal attention, a mask that is not a boolean `[..., N]`,
             inputs of the wrong shape or dtype, `deterministic` missing, or no stream `dropout`.
         """
-        x = common.check_inputs(
-            inputs_q, inputs_k, inputs_v, mask=mask, in_features=None, is_causal=is_causal
-        )
+        x = common.check_inputs(inputs_q, inputs_k, inputs_v, mask=mask, in_features=None, is_causal=is_causal)
         features = x.shape[-1]
         widths = common.head_widths(
             num_heads=self.num_heads,

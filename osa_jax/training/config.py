@@ -78,9 +78,7 @@ def check_config(config: ConfigDict) -> FrozenConfigDict:
     run_settings(**values)
     _check_section("data", values, SOURCES)
     _check_section("model", values, MODELS, supplied=("image_shape", "num_classes", "rngs"))
-    _check_arguments(
-        "config.optimizer", values["optimizer"], make_optimizer, supplied=("num_steps",)
-    )
+    _check_arguments("config.optimizer", values["optimizer"], make_optimizer, supplied=("num_steps",))
     return FrozenConfigDict(values)
 
 
@@ -98,18 +96,14 @@ def _check_section(
     _check_arguments(f"config.{section}", values, choices[name], supplied)
 
 
-def _check_arguments(
-    path: str, values: Mapping[str, Any], function: Callable, supplied: tuple[str, ...] = ()
-) -> None:
+def _check_arguments(path: str, values: Mapping[str, Any], function: Callable, supplied: tuple[str, ...] = ()) -> None:
     """Check that `values` are keyword arguments of `function`, apart from those `supplied`."""
     if inspect.isclass(function):
         function = function.__init__
         supplied += ("self",)
     hints = typing.get_type_hints(function)
     parameters = {
-        name: parameter
-        for name, parameter in inspect.signature(function).parameters.items()
-        if name not in supplied
+        name: parameter for name, parameter in inspect.signature(function).parameters.items() if name not in supplied
     }
     for key, value in values.items():
         if key not in parameters:

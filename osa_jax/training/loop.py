@@ -40,9 +40,7 @@ class Trainer:
             num_classes=self.dataset.num_classes,
             **model,
         )
-        optimizer = make_optimizer(
-            num_steps=self.config.num_steps, **self.config.optimizer.to_dict()
-        )
+        optimizer = make_optimizer(num_steps=self.config.num_steps, **self.config.optimizer.to_dict())
         self.functions = make_train_functions(create_model, optimizer)
 
     @functools.cached_property
@@ -70,19 +68,13 @@ class Trainer:
           FloatingPointError: naming the first step whose loss or gradient was not finite.
         """
         config, train = self.config, self.dataset.train
-        test = jax.device_put(
-            evaluation_batches(self.dataset.test, batch_size=config.eval_batch_size)
-        )
+        test = jax.device_put(evaluation_batches(self.dataset.test, batch_size=config.eval_batch_size))
         state = self.functions.init(jax.random.key(seed))
         window: list[Metrics] = []
         timed_steps, start = 0, time.perf_counter()
         for step in range(1, config.num_steps + 1):
-            batch = batch_indices(
-                step - 1, seed=seed, num_examples=len(train.labels), batch_size=config.batch_size
-            )
-            state, metrics = self.functions.train_step(
-                state, train.images[batch], train.labels[batch]
-            )
+            batch = batch_indices(step - 1, seed=seed, num_examples=len(train.labels), batch_size=config.batch_size)
+            state, metrics = self.functions.train_step(state, train.images[batch], train.labels[batch])
             window.append(metrics)
             timed_steps += 1
             on_step(step, metrics)
@@ -101,10 +93,7 @@ class Trainer:
 
 def _window_means(window: list[Metrics], last_step: int) -> Row:
     """Means over the steps since the last row, or an error that names the first bad step."""
-    values = {
-        name: np.array([metrics[name] for metrics in jax.device_get(window)], np.float64)
-        for name in window[0]
-    }
+    values = {name: np.array([metrics[name] for metrics in jax.device_get(window)], np.float64) for name in window[0]}
     bad = ~(np.isfinite(values["loss"]) & np.isfinite(values["gradient_norm"]))
     if bad.any():
         first = int(np.argmax(bad))

@@ -42,9 +42,7 @@ def prepare_workdir(workdir: str | Path) -> Path:
             f"workdir {str(folder)!r} cannot be written ({error.strerror}): choose another folder."
         ) from error
     if (folder / METRICS_FILE).exists():
-        raise ValueError(
-            f"workdir {str(folder)!r} already holds a run: choose another folder or remove it."
-        )
+        raise ValueError(f"workdir {str(folder)!r} already holds a run: choose another folder or remove it.")
     return folder
 
 

@@ -8,11 +8,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 
 from osa_jax.data import Batches
 
+Array = jax.Array | np.ndarray
 Metrics = dict[str, jax.Array]
 CreateModel = Callable[..., nnx.Module]
 
@@ -29,7 +31,7 @@ class TrainFunctions(NamedTuple):
     """The jitted functions of one system, compiled once for every seed."""
 
     init: Callable[[jax.Array], TrainState]
-    train_step: Callable[[TrainState, jax.Array, jax.Array], tuple[TrainState, Metrics]]
+    train_step: Callable[[TrainState, Array, Array], tuple[TrainState, Metrics]]
     evaluate: Callable[[TrainState, Batches], Metrics]
 
 
@@ -83,16 +85,15 @@ def make_optimizer(
     )
 
 
-def make_train_functions(
-    create_model: CreateModel, optimizer: optax.GradientTransformation
-) -> TrainFunctions:
+def make_train_functions(create_model: CreateModel, optimizer: optax.GradientTransformation) -> TrainFunctions:
     """Split a model into its graph and its state, and build the jitted functions on the latter.
 
     `init(key)` draws the parameters, `train_step(state, images, labels)` takes one optimiser step
     on the mean cross-entropy (it consumes its state), and `evaluate(state, batches)` returns the
-    weighted mean `loss` and `accuracy` over all batches. `init` is not jitted: independent LAPACK calls
-    in one program can wait for each other for ever on a CPU of few cores (jaxlib 0.10.2). A train step's metrics are those of the
-    batch before the update: `loss`, `accuracy` and `gradient_norm` (before clipping).
+    weighted mean `loss` and `accuracy` over all batches. A train step's metrics are those of the
+    batch before the update: `loss`, `accuracy` and `gradient_norm` (before clipping). `init` is
+    not jitted: with jaxlib 0.10.2 and few cores, independent LAPACK calls in one program can wait
+    for each other for ever.
 
     Args:
       create_model: called as `create_model(rngs=nnx.Rngs(...))`; the model maps images
@@ -120,9 +121,7 @@ def make_train_functions(
     """
     graph = nnx.graphdef(nnx.eval_shape(lambda: create_model(rngs=nnx.Rngs(0))))
 
-    def apply(
-        params: nnx.State, rest: nnx.State, images: jax.Array, *, deterministic: bool
-    ) -> tuple[jax.Array, nnx.State]:
+    def apply(params: nnx.State, rest: nnx.State, images: Array, *, deterministic: bool) -> tuple[jax.Array, nnx.State]:
         model = nnx.merge(graph, params, rest, copy=True)
         logits = model(images, deterministic=deterministic)
         return logits, nnx.state(model, nnx.Not(nnx.Param))
@@ -132,9 +131,7 @@ def make_train_functions(
         params, rest = nnx.state(model, nnx.Param, ...)
         return TrainState(params, rest, optimizer.init(params))
 
-    def train_step(
-        state: TrainState, images: jax.Array, labels: jax.Array
-    ) -> tuple[TrainState, Metrics]:
+    def train_step(state: TrainState, images: Array, labels: Array) -> tuple[TrainState, Metrics]:
         def loss_of(params: nnx.State) -> tuple[jax.Array, tuple[jax.Array, nnx.State]]:
             logits, rest = apply(params, state.rest, images, deterministic=False)
             losses, hits = judge(logits, labels)
@@ -165,7 +162,7 @@ def make_train_functions(
     return TrainFunctions(init, jax.jit(train_step, donate_argnums=0), jax.jit(evaluate))
 
 
-def judge(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
+def judge(logits: jax.Array, labels: Array) -> tuple[jax.Array, jax.Array]:
     """Cross-entropy and correctness of every example, in float32 at least.
 
     `loss_b = logsumexp(z_b) - z_b[y_b]`, `hit_b = 1` where `argmax z_b = y_b`.

@@ -28,9 +28,7 @@ _OSA = {
 SYSTEMS: dict[str, System] = {
     "vit": System("ViT", _SOFTMAX | {"skip": True, "norm": True}),
     "vit_no_skip": System("ViT, no skips", _SOFTMAX | {"skip": False, "norm": True}),
-    "vit_no_skip_no_norm": System(
-        "ViT, no skips, no norm", _SOFTMAX | {"skip": False, "norm": False}
-    ),
+    "vit_no_skip_no_norm": System("ViT, no skips, no norm", _SOFTMAX | {"skip": False, "norm": False}),
     "osa": System("OSA, exact", _OSA | {"method": "exact"}),
     "osa_qr": System("OSA, QR", _OSA | {"method": "qr"}),
     "osa_newton_schulz": System("OSA, Newton-Schulz", _OSA | {"method": "newton_schulz"}),

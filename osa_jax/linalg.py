@@ -1,0 +1,38 @@
+"""Products at full precision and other small matrix helpers; every leading axis is a batch axis.
+
+Every product of the operator goes through `mm` or `tmm`: TF32 and bfloat16 passes, a device's
+default for float32, would leave 3 to 10 bits of the orthogonality of A.
+"""
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+
+def mm(a: Array, b: Array) -> Array:
+    """``a b``."""
+    return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
+
+
+def tmm(a: Array, b: Array) -> Array:
+    """``a^T b``; for tall a and b, the sum over the tokens."""
+    return mm(transpose(a), b)
+
+
+def transpose(x: Array) -> Array:
+    """x^T, of each matrix."""
+    return jnp.swapaxes(x, -1, -2)
+
+
+def scaled(c: Array, x: Array) -> Array:
+    """``c x``, one number for each matrix."""
+    return c[..., None, None] * x
+
+
+def eye_like(x: Array) -> Array:
+    """The identity in the shape of the square matrices x."""
+    return jnp.broadcast_to(jnp.eye(x.shape[-1], dtype=x.dtype), x.shape)
+
+
+def exponent(x: Array) -> Array:
+    """The smallest integer e with ``x <= 2^e``, for x >= 0; that of the smallest normal number for 0."""
+    return jnp.ceil(jnp.log2(jnp.maximum(x, jnp.finfo(x.dtype).tiny))).astype(jnp.int32)

@@ -1,0 +1,61 @@
+"""Hessians of the operator, in every composition of the two modes, on regular and singular inputs."""
+
+import functools
+
+import jax
+import pytest
+from jax.test_util import check_grads
+
+from tests import reference
+from tests.reference import FIRST_ORDER, METHODS, X, assert_close, attend, loss
+
+SECOND_ORDER = 5 * FIRST_ORDER
+ORDERS = {
+    "forward over reverse": lambda f: jax.jacfwd(jax.jacrev(f)),
+    "reverse over forward": lambda f: jax.jacrev(jax.jacfwd(f)),
+    "reverse over reverse": lambda f: jax.jacrev(jax.jacrev(f)),
+    "forward over forward": lambda f: jax.jacfwd(jax.jacfwd(f)),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compile_quickly():
+    """These programs are large and run once."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@functools.cache
+def exact_hessian(function):
+    return jax.jit(jax.vmap(jax.hessian(functools.partial(loss, function))))(X)
+
+
+# The rule of "qr" is that of "exact": one composition shows that its value goes with it.
+CASES = [("exact", order) for order in ORDERS] + [("qr", "reverse over reverse")]
+CASES += [(m, o) for m in ("dense", "newton_schulz") for o in list(ORDERS)[:2]]
+
+
+@pytest.mark.parametrize("method, order", CASES)
+def test_hessian(method, order):
+    hessian = ORDERS[order](functools.partial(loss, attend(method)))
+    exact = exact_hessian(reference.reference(method))
+    assert_close(jax.jit(jax.vmap(hessian))(X), exact, SECOND_ORDER)
+
+
+def test_every_method_has_its_hessian():
+    assert {method for method, _ in CASES} == set(METHODS)
+
+
+def test_hessian_with_fewer_tokens_than_columns():
+    x, unpack = reference.families(tokens=4)
+    got, exact = (
+        jax.jit(jax.vmap(jax.hessian(functools.partial(loss, f, unpack=unpack))))(x)
+        for f in (attend("exact"), reference.dense)
+    )
+    assert_close(got, exact, SECOND_ORDER)
+
+
+def test_second_order_by_differences():
+    f = jax.jit(jax.vmap(functools.partial(loss, attend("exact"))))
+    check_grads(f, (X,), order=2, modes=("fwd", "rev"))
