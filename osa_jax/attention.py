@@ -45,7 +45,7 @@ from jax.typing import ArrayLike
 from osa_jax.autodiff import custom_vjp
 from osa_jax.bases import Coefficients, newton_schulz_polynomial, qr_basis
 from osa_jax.expm import expm1, expm_skew, phi
-from osa_jax.linalg import eye_like, mm, scaled, tmm, transpose
+from osa_jax.linalg import compute_dtype, eye_like, mm, scaled, tmm, transpose
 from osa_jax.skew import gram, query_key_matrix, skew_form
 
 Method = Literal["exact", "qr", "newton_schulz", "dense", "auto"]
@@ -257,10 +257,10 @@ def _attention(
 ) -> Array:
     m, c = query_key_matrix(query, key, alpha, mask)
     _check_value(query, value)
-    dtype = jnp.result_type(m.dtype, value.dtype)
+    dtype = compute_dtype(query, key, value)
     v = jnp.moveaxis(value.astype(dtype), -2, -3)
-    if mask is not None:
-        v = jnp.where(mask[..., None, :, None], v, 0)
+    valid = True if mask is None else mask[..., None, :, None]
+    v = jnp.where(valid, v, 0)
     m, c = m.astype(dtype), c.astype(dtype)
     tokens, width = m.shape[-2:]
     if method == "newton_schulz":
@@ -269,7 +269,7 @@ def _attention(
         y = _rotate_dense(m, c, v)
     else:
         y = _rotate(m, c, v, method="qr" if method == "qr" else "exact")
-    return jnp.moveaxis(y, -3, -2).astype(value.dtype)
+    return jnp.moveaxis(jnp.where(valid, y, 0), -3, -2).astype(value.dtype)
 
 
 def _check_value(query: Array, value: Array) -> None:

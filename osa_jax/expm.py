@@ -38,7 +38,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from osa_jax.autodiff import custom_vjp
-from osa_jax.linalg import exponent, eye_like, mm, scaled, transpose
+from osa_jax.linalg import compute_dtype, exponent, eye_like, mm, scaled, transpose
 
 DOUBLINGS_PER_POLISH = 8
 
@@ -61,6 +61,13 @@ def _norm(x: Array) -> Array:
     return _max(jnp.sum(jnp.abs(x), -2, keepdims=True))
 
 
+def _below_one(x: Array) -> tuple[Array, Array]:
+    """``x 2^-k`` and the least k >= 0 that brings every entry below 1, so that no power overflows. (Small
+    matrices are left alone: their tangents need not be small.)"""
+    k = jnp.maximum(exponent(_max(jnp.abs(x))), 0)
+    return _ldexp(x, -k), k
+
+
 def _series(x: Array, p: Array | None) -> tuple[Array, Array]:
     """Psi(X / 2^s, P) and s, from the Taylor series of phi_1 to degree 11 in seven products.
 
@@ -69,15 +76,14 @@ def _series(x: Array, p: Array | None) -> tuple[Array, Array]:
     itself is kept below 16 theta, for the rounding errors of the powers when Y is far from normal.
     """
     theta = 0.2996 if x.dtype == jnp.float64 else 1.46
-    k = jnp.maximum(exponent(_max(jnp.abs(x))), 0)  # small X needs no scaling, and its tangents may be large
-    x = _ldexp(x, -k)
-    y = x if p is None else mm(x, p)
+    x, x_shift = _below_one(x)
+    y, y_shift = _below_one(x if p is None else mm(x, p))
     y2 = mm(y, y)
     y3, y4 = mm(y, y2), mm(y2, y2)
     bound = jnp.maximum(jnp.cbrt(_norm(y3)), jnp.sqrt(jnp.sqrt(_norm(y4))))
     bound = jnp.maximum(bound, _norm(y) / 16)
-    s = jnp.maximum(k + exponent(bound / theta), 0)
-    shift = k - s
+    s = jnp.maximum(x_shift + y_shift + exponent(bound / theta), 0)
+    shift = x_shift + y_shift - s
     y, y2, y3, y4 = (_ldexp(y_j, j * shift) for j, y_j in ((1, y), (2, y2), (3, y3), (4, y4)))
     eye = eye_like(y)
     c = [1 / math.factorial(j + 1) for j in range(12)]
@@ -86,7 +92,7 @@ def _series(x: Array, p: Array | None) -> tuple[Array, Array]:
         return c[j] * eye + c[j + 1] * y + c[j + 2] * y2 + c[j + 3] * y3
 
     phi = cubic(0) + mm(y4, cubic(4) + mm(y4, cubic(8)))
-    return mm(phi, _ldexp(x, shift)), s
+    return mm(phi, _ldexp(x, x_shift - s)), s
 
 
 def _double(psi: Array, p: Array | None) -> Array:
@@ -163,7 +169,7 @@ phi = _differentiable(lambda z, const: _psi(const, z))
 
 def _floor(*arrays: Array) -> list[Array]:
     """All in one dtype, at least float32: linear algebra is never done below it."""
-    dtype = jnp.result_type(jnp.float32, *(a.dtype for a in arrays))
+    dtype = compute_dtype(*arrays)
     return [a.astype(dtype) for a in arrays]
 
 

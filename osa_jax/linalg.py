@@ -36,3 +36,9 @@ def eye_like(x: Array) -> Array:
 def exponent(x: Array) -> Array:
     """The smallest integer e with ``x <= 2^e``, for x >= 0; that of the smallest normal number for 0."""
     return jnp.ceil(jnp.log2(jnp.maximum(x, jnp.finfo(x.dtype).tiny))).astype(jnp.int32)
+
+
+def compute_dtype(*arrays: Array) -> jnp.dtype:
+    """float64 if any of the arrays has it, else float32: linear algebra is never done below."""
+    wide = any(a.dtype == jnp.float64 for a in arrays)
+    return jnp.dtype(jnp.float64 if wide else jnp.float32)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
-from osa_jax.linalg import exponent, mm, scaled, tmm, transpose
+from osa_jax.linalg import compute_dtype, exponent, mm, scaled, tmm, transpose
 
 
 def symplectic_form(size: int, dtype: DTypeLike = jnp.float32) -> Array:
@@ -102,7 +102,7 @@ def query_key_matrix(query: Array, key: Array, alpha: ArrayLike, mask: Array | N
     """
     alpha = jnp.asarray(alpha)
     check_query_key(query, key, alpha, mask)
-    dtype = jnp.result_type(jnp.float32, query.dtype, key.dtype)
+    dtype = compute_dtype(query, key)
     m = jnp.moveaxis(jnp.concatenate([query.astype(dtype), key.astype(dtype)], -1), -2, -3)
     if mask is not None:
         m = jnp.where(mask[..., None, :, None], m, 0)

@@ -23,7 +23,7 @@ METHODS = {
     "newton_schulz": {"method": "newton_schulz", "num_iters": STEPS, "coefficients": "cubic"},
 }
 FAMILIES = ("generic", "K = Q", "K = Q + 1e-4 noise", "duplicate tokens", "dead column", "zero")
-FIRST_ORDER = gradient_tolerance(np.float64, NU)
+TOLERANCE = gradient_tolerance(np.float64, NU)
 WEIGHTS = np.random.default_rng(0).integers(-15, 16, (TOKENS, 1, VALUE_WIDTH)) / 8
 
 
