@@ -18,6 +18,7 @@ fused forms apply.
 Shape legend: `L` layers, `F` features, `H` heads, `D` head width.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 
@@ -208,18 +209,28 @@ def _draw(
         return jnp.zeros(shape, dtype)
     order = batch + rows + columns
     batch_shape = tuple(shape[axis] for axis in batch)
-    sampled = jnp.promote_types(dtype, jnp.float32)
-
-    def haar(key: jax.Array) -> jax.Array:
-        return jax.random.orthogonal(key, _size(shape, rows), (), sampled, m=_size(shape, columns))
-
-    # One by one: on CPUs, jaxlib 0.10's batched QR can deadlock beside another one in a jitted
-    # program, such as the initialisation of a whole model.
-    matrix = jax.lax.map(haar, jax.random.split(key, math.prod(batch_shape)))
+    matrix = _haar(
+        key,
+        rows=_size(shape, rows),
+        columns=_size(shape, columns),
+        count=math.prod(batch_shape),
+        dtype=jnp.promote_types(dtype, jnp.float32),
+    )
     kernel = matrix.reshape([shape[axis] for axis in order]).transpose(
         [order.index(axis) for axis in range(len(shape))]
     )
     return (scale * kernel).astype(dtype)
+
+
+@functools.partial(jax.jit, static_argnames=("rows", "columns", "count", "dtype"))
+def _haar(key: jax.Array, *, rows: int, columns: int, count: int, dtype: jnp.dtype) -> jax.Array:
+    """Haar matrices `[count, rows, columns]`, one by one: on CPUs, jaxlib 0.10's batched QR can deadlock beside another
+    one in a jitted program, such as the initialisation of a whole model."""
+
+    def draw(key: jax.Array) -> jax.Array:
+        return jax.random.orthogonal(key, rows, (), dtype, m=columns)
+
+    return jax.lax.map(draw, jax.random.split(key, count))
 
 
 def _matrix_axes(shape: tuple[int, ...], in_axis: Axes, out_axis: Axes) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -157,9 +157,7 @@ def jacobians(num_heads):
     apply, (query, key, value, out) = layer(num_heads)
 
     def by_attention(x, alpha):
-        y = orthogonal_attention(
-            project(x, query), project(x, key), project(X, value), alpha=alpha
-        )
+        y = orthogonal_attention(project(x, query), project(x, key), project(X, value), alpha=alpha)
         return jnp.einsum("nhd,hdf->nf", y, out)
 
     def both(alpha):

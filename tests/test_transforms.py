@@ -173,9 +173,7 @@ def linen_layer():
 
 
 def dense_layer(params, x):
-    q, k, v = (
-        jnp.einsum("nf,fhd->nhd", x, params[name]["kernel"]) for name in ("query", "key", "value")
-    )
+    q, k, v = (jnp.einsum("nf,fhd->nhd", x, params[name]["kernel"]) for name in ("query", "key", "value"))
     y = reference.dense(q, k, v, alpha=params["alpha"])
     return jnp.einsum("nhd,hdf->nf", y, params["out"]["kernel"])
 
