@@ -91,28 +91,6 @@ def test_gradients_by_complex_steps(method, family):
         np.testing.assert_allclose(gradient, exact, rtol=1e-11, atol=1e-12)
 
 
-def test_rule_is_not_plain_autodiff():
-    """At K = Q differentiating through QR is finite and wrong; the operator's rule is right (see above)."""
-    q, k, v = inputs(4, 12)
-    k = q
-
-    def through_qr(q):
-        m = jnp.concatenate([q, k], -1).swapaxes(0, 1)
-        b = jnp.linalg.qr(m)[0]
-        product = m[..., :3] @ m[..., 3:].swapaxes(1, 2)
-        s = b.swapaxes(1, 2) @ (product - product.swapaxes(1, 2)) @ b
-        e = jax.scipy.linalg.expm(s / np.sqrt(3.0)) - jnp.eye(6)[None]
-        return v.swapaxes(0, 1) + b @ (e @ (b.swapaxes(1, 2) @ v.swapaxes(0, 1)))
-
-    bar = draw(5, *v.shape)
-    exact = oracle.gradients(q, k, v, np.ones(2), bar).query
-    value, vjp = jax.vjp(through_qr, q)
-    assert relative_error(value.swapaxes(0, 1), oracle.attention(q, k, v, np.ones(2))) < 1e-12
-    assert relative_error(vjp(bar.swapaxes(0, 1))[0], exact) > 0.1
-    got = jax.vjp(lambda q: orthogonal_attention(q, k, v), q)[1](jnp.asarray(bar))[0]
-    assert relative_error(got, exact) < 1e-12
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_batches_heads_and_value_width(method):
     """Leading axes are handled natively and equal a loop; the value's width is its own."""
