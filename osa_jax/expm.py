@@ -38,7 +38,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from osa_jax.autodiff import custom_vjp
-from osa_jax.linalg import compute_dtype, exponent, eye_like, mm, scaled, transpose
+from osa_jax.linalg import compute_dtype, exponent, eye_like, mm, power_of_two, scaled, transpose
 
 DOUBLINGS_PER_POLISH = 8
 
@@ -46,7 +46,7 @@ DOUBLINGS_PER_POLISH = 8
 def _ldexp(x: Array, exponent: Array) -> Array:
     """x 2^exponent by matrix of the batch, in two steps that neither overflow nor underflow alone."""
     half = exponent // 2
-    first, second = jnp.exp2(half.astype(x.dtype)), jnp.exp2((exponent - half).astype(x.dtype))
+    first, second = power_of_two(half, x.dtype), power_of_two(exponent - half, x.dtype)
     return scaled(second, scaled(first, x))
 
 
@@ -204,7 +204,7 @@ def expm_skew(x: Array) -> Array:
 
     Example:
       >>> import jax.numpy as jnp
-      >>> expm_skew(jnp.array([[0.0, jnp.pi / 2], [-jnp.pi / 2, 0.0]])).round(3) + 0.0
+      >>> expm_skew(jnp.array([[0.0, jnp.pi / 2], [-jnp.pi / 2, 0.0]], jnp.float32)).round(3) + 0.0
       Array([[ 0.,  1.],
              [-1.,  0.]], dtype=float32)
 
@@ -233,7 +233,7 @@ def expm_skew_frechet(x: Array, direction: Array) -> Array:
 
     Example:
       >>> import jax.numpy as jnp
-      >>> expm_skew_frechet(jnp.zeros((2, 2)), jnp.array([[0.0, 3.0], [-3.0, 0.0]]))
+      >>> expm_skew_frechet(jnp.zeros((2, 2), jnp.float32), jnp.array([[0.0, 3.0], [-3.0, 0.0]], jnp.float32))
       Array([[ 0.,  3.],
              [-3.,  0.]], dtype=float32)
     """
@@ -297,7 +297,8 @@ def phi_skew_frechet(gram: Array, form: Array, direction: Array) -> Array:
     Example:
       >>> import jax.numpy as jnp
       >>> from osa_jax.skew import symplectic_form
-      >>> phi_skew_frechet(jnp.zeros((2, 2)), symplectic_form(2), jnp.eye(2))  # J E J / 2
+      >>> zero, eye = jnp.zeros((2, 2), jnp.float32), jnp.eye(2, dtype=jnp.float32)
+      >>> phi_skew_frechet(zero, symplectic_form(2), eye)  # J E J / 2
       Array([[-0.5,  0. ],
              [ 0. , -0.5]], dtype=float32)
     """

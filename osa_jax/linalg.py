@@ -38,6 +38,11 @@ def exponent(x: Array) -> Array:
     return jnp.ceil(jnp.log2(jnp.maximum(x, jnp.finfo(x.dtype).tiny))).astype(jnp.int32)
 
 
+def power_of_two(n: Array, dtype: jnp.dtype) -> Array:
+    """2^n for integers n, exactly: XLA's exp2 alone can be off by a rounding error."""
+    return lax.reduce_precision(jnp.exp2(n.astype(dtype)), jnp.finfo(dtype).nexp, 1)
+
+
 def compute_dtype(*arrays: Array) -> jnp.dtype:
     """float64 if any of the arrays has it, else float32: linear algebra is never done below."""
     wide = any(a.dtype == jnp.float64 for a in arrays)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
-from osa_jax.linalg import compute_dtype, exponent, mm, scaled, tmm, transpose
+from osa_jax.linalg import compute_dtype, exponent, mm, power_of_two, scaled, tmm, transpose
 
 
 def symplectic_form(size: int, dtype: DTypeLike = jnp.float32) -> Array:
@@ -50,7 +50,7 @@ def skew_form(m: Array) -> Array:
 
     Example:
       >>> import jax.numpy as jnp
-      >>> skew_form(jnp.array([[1.0, 0.0], [0.0, 2.0]]))
+      >>> skew_form(jnp.array([[1.0, 0.0], [0.0, 2.0]], jnp.float32))
       Array([[ 0.,  2.],
              [-2.,  0.]], dtype=float32)
     """
@@ -70,7 +70,7 @@ def gram(m: Array) -> Array:
 
     Example:
       >>> import jax.numpy as jnp
-      >>> gram(jnp.array([[1.0, 2.0], [0.0, 1.0]]))
+      >>> gram(jnp.array([[1.0, 2.0], [0.0, 1.0]], jnp.float32))
       Array([[1., 2.],
              [2., 5.]], dtype=float32)
     """
@@ -96,7 +96,8 @@ def query_key_matrix(query: Array, key: Array, alpha: ArrayLike, mask: Array | N
 
     Example:
       >>> import jax.numpy as jnp
-      >>> m, c = query_key_matrix(jnp.full((3, 1, 4), 5.0), jnp.full((3, 1, 4), 2.0), 1.0)
+      >>> q, k = jnp.full((3, 1, 4), 5.0, jnp.float32), jnp.full((3, 1, 4), 2.0, jnp.float32)
+      >>> m, c = query_key_matrix(q, k, 1.0)
       >>> m.shape, float(m.max()), c  # 5 / 2^3 and 4^3 / sqrt(4)
       ((1, 3, 8), 0.625, Array([32.], dtype=float32))
     """
@@ -109,8 +110,8 @@ def query_key_matrix(query: Array, key: Array, alpha: ArrayLike, mask: Array | N
     top = jnp.max(jnp.abs(lax.stop_gradient(m)), (-2, -1), initial=0)
     limit = jnp.finfo(dtype).maxexp * 3 // 4
     power = jnp.maximum(exponent(jnp.where(jnp.isfinite(top), top, 0)), -limit // 3)
-    m = scaled(jnp.exp2(-power.astype(dtype)), m)
-    square = jnp.exp2(jnp.minimum(2 * power, limit).astype(dtype))
+    m = scaled(power_of_two(-power, dtype), m)
+    square = power_of_two(jnp.minimum(2 * power, limit), dtype)
     c = jnp.broadcast_to(alpha.astype(dtype) / math.sqrt(query.shape[-1]), square.shape) * square
     return m, jnp.clip(c, -(2.0**limit), 2.0**limit)
 
@@ -157,7 +158,7 @@ def skew_scores(query: Array, key: Array, *, alpha: ArrayLike = 1.0) -> Array:
 
     Example:
       >>> import jax.numpy as jnp
-      >>> q, k = jnp.array([[[1.0]], [[0.0]]]), jnp.array([[[0.0]], [[2.0]]])  # N = 2, H = D = 1
+      >>> q, k = jnp.array([[[[1.0]], [[0.0]]], [[[0.0]], [[2.0]]]], jnp.float32)  # N = 2, H = D = 1
       >>> skew_scores(q, k, alpha=0.5)
       Array([[[ 0.,  1.],
               [-1.,  0.]]], dtype=float32)
