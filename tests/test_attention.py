@@ -13,7 +13,7 @@ import scipy.linalg
 from experiments import accuracy, oracle
 from osa_jax import attention as attention_module
 from osa_jax import orthogonal_attention, orthogonal_attention_weights
-from tests.helpers import DTYPES, gradient_tolerance, relative_error, value_tolerance
+from tests.helpers import DTYPES, relative_error, value_tolerance
 
 EXACT = ("exact", "qr", "dense")  # auto is one of them, see test_auto_picks_by_shape
 METHODS = (*EXACT, "newton_schulz")
@@ -265,7 +265,6 @@ def test_gradient_of_alpha_alone_and_per_head():
     np.testing.assert_allclose(f(alpha), exact, rtol=1e-12)
     both = oracle.gradients(q, k, v, np.full(2, 0.4), bar).alpha
     np.testing.assert_allclose(f(0.4), both.sum(), rtol=1e-12)
-    assert gradient_tolerance(np.float64) > 1e-14
 
 
 BAD = {
