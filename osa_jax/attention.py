@@ -43,7 +43,8 @@ from jax.scipy.linalg import solve_triangular
 from jax.typing import ArrayLike
 
 from osa_jax.autodiff import custom_vjp
-from osa_jax.bases import Coefficients, newton_schulz_polynomial, qr_basis
+from osa_jax.bases import newton_schulz_polynomial, qr_basis
+from osa_jax.coefficients import Coefficients
 from osa_jax.expm import expm1, expm_skew, phi
 from osa_jax.linalg import compute_dtype, eye_like, mm, scaled, tmm, transpose
 from osa_jax.skew import gram, query_key_matrix, skew_form

@@ -11,8 +11,7 @@ QR basis.
 Shapes: `N` tokens, `R` columns, any leading batch axes.
 """
 
-import operator
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +19,9 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from osa_jax.autodiff import custom_vjp
-from osa_jax.linalg import mm
+from osa_jax.coefficients import Coefficients, Step, Steps, iteration_steps
+from osa_jax.linalg import at_least_float32, mm
 
-Coefficients = Literal["cubic", "polar_express"]
-Step = tuple[float, float, float]
-Steps = tuple[Step, ...]
 Pair = tuple[Array, Array]
 Triple = tuple[Array, Array, Array]
 
@@ -163,7 +160,7 @@ def newton_schulz_basis(
     References:
       Zhang & Martens (2026), section 4; Amsel, Persson, Musco & Gower, "The Polar Express", 2025.
     """
-    steps = _steps(num_iters, coefficients)
+    steps = iteration_steps(num_iters, coefficients)
     m, dtype = _as_matrix(m, "m")
     if m.shape[-2] < m.shape[-1]:  # the smaller of the two Gram matrices, the one of full rank
         return _tall_basis(_unit_scale(m).mT, steps=steps).mT.astype(dtype)
@@ -248,7 +245,7 @@ def newton_schulz_polynomial(
     References:
       Zhang & Martens (2026), section 4, rewritten for the Gram matrix.
     """
-    steps = _steps(num_iters, coefficients)
+    steps = iteration_steps(num_iters, coefficients)
     gram, dtype = _as_matrix(gram, "gram")
     if gram.shape[-2] != gram.shape[-1]:
         raise ValueError(f"gram must be square, got shape {gram.shape}: give m.mT @ m")
@@ -326,14 +323,14 @@ def _frechet(r0: Array, r0_dot: Array, steps: Steps) -> Array:
     p, r = jnp.zeros_like(r0) + _identity(r0), r0 + _shift(r0)
     p_dot, r_dot = jnp.zeros_like(r0), r0_dot
     for step in steps[:-1]:
-        z, z_dot = _quadratic(r, step), _quadraticmm(r, r_dot, step)
-        y, y_dot = mm(r, z), _productmm(r, r_dot, z, z_dot)
-        p_dot, p = _productmm(p, p_dot, z, z_dot), mm(p, z)
-        r_dot, r = _productmm(z, z_dot, y, y_dot), mm(z, y)
-    y, y_dot = mm(r0, p), _productmm(r0, r0_dot, p, p_dot)
-    r, r_dot = mm(p, y), _productmm(p, p_dot, y, y_dot)
-    z, z_dot = _quadratic(r, steps[-1]), _quadraticmm(r, r_dot, steps[-1])
-    return _productmm(p, p_dot, z, z_dot)
+        z, z_dot = _quadratic(r, step), _quadratic_dot(r, r_dot, step)
+        y, y_dot = mm(r, z), _product_dot(r, r_dot, z, z_dot)
+        p_dot, p = _product_dot(p, p_dot, z, z_dot), mm(p, z)
+        r_dot, r = _product_dot(z, z_dot, y, y_dot), mm(z, y)
+    y, y_dot = mm(r0, p), _product_dot(r0, r0_dot, p, p_dot)
+    r, r_dot = mm(p, y), _product_dot(p, p_dot, y, y_dot)
+    z, z_dot = _quadratic(r, steps[-1]), _quadratic_dot(r, r_dot, steps[-1])
+    return _product_dot(p, p_dot, z, z_dot)
 
 
 def _quadratic(r: Array, step: Step) -> Array:
@@ -342,12 +339,12 @@ def _quadratic(r: Array, step: Step) -> Array:
     return linear + c * mm(r, r) if c else linear
 
 
-def _quadraticmm(r: Array, r_dot: Array, step: Step) -> Array:
+def _quadratic_dot(r: Array, r_dot: Array, step: Step) -> Array:
     _, b, c = step
-    return b * r_dot + c * _productmm(r, r_dot, r, r_dot) if c else b * r_dot
+    return b * r_dot + c * _product_dot(r, r_dot, r, r_dot) if c else b * r_dot
 
 
-def _productmm(x: Array, x_dot: Array, y: Array, y_dot: Array) -> Array:
+def _product_dot(x: Array, x_dot: Array, y: Array, y_dot: Array) -> Array:
     return mm(x_dot, y) + mm(x, y_dot)
 
 
@@ -377,51 +374,6 @@ def _inner(x: Array, y: Array) -> Array:
     return jnp.sum(x * y, axis=(-2, -1), keepdims=True)
 
 
-class _Set(NamedTuple):
-    """The steps (a, b, c) of an iteration: `head`, then `tail` for ever; and the default K."""
-
-    head: Steps
-    tail: Step
-    num_iters: int
-
-
-_SETS = {
-    "cubic": _Set(head=(), tail=(1.5, -0.5, 0.0), num_iters=21),
-    "polar_express": _Set(
-        head=(
-            (8.28721201814563, -23.595886519098837, 17.300387312530933),
-            (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
-            (3.9486908534822946, -2.908902115952949, 0.5518191394370137),
-            (3.3184196573706015, -2.488488024314874, 0.51004894012372),
-            (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
-            (1.891301407787402, -1.267995827194594, 0.3768040894852514),
-        ),
-        tail=(1.875, -1.25, 0.375),
-        num_iters=8,
-    ),
-}
-
-
-def _steps(num_iters: int | None, coefficients: str | None) -> Steps:
-    name = "polar_express" if coefficients is None else coefficients
-    if name == "muon":
-        raise ValueError(
-            "coefficients='muon' gives no basis: (3.4445, -4.7750, 2.0315) does not converge to 1 "
-            "but leaves singular values between about 0.7 and 1.2; use 'polar_express' or 'cubic'"
-        )
-    if name not in _SETS:
-        names = ", ".join(map(repr, _SETS))
-        raise ValueError(f"coefficients must be one of {names} or None, got {coefficients!r}")
-    head, tail, default = _SETS[name]
-    try:
-        count = default if num_iters is None else operator.index(num_iters)
-    except TypeError:
-        count = 0
-    if count < 1 or isinstance(num_iters, bool):
-        raise ValueError(f"num_iters must be a positive integer or None, got {num_iters!r}")
-    return (head + (tail,) * (count - len(head)))[:count]
-
-
 def _as_matrix(x: ArrayLike, name: str) -> tuple[Array, jnp.dtype]:
     """The argument in the dtype to compute in, and its own."""
     x = jnp.asarray(x)
@@ -429,4 +381,4 @@ def _as_matrix(x: ArrayLike, name: str) -> tuple[Array, jnp.dtype]:
         raise ValueError(f"{name} must be a matrix [..., rows, columns], got shape {x.shape}")
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"{name} must be real floating, got {x.dtype}: use .astype(jnp.float32)")
-    return x.astype(x.dtype if jnp.finfo(x.dtype).bits > 32 else jnp.float32), x.dtype
+    return x.astype(at_least_float32(x.dtype)), x.dtype

@@ -26,6 +26,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from osa_jax.linalg import at_least_float32
+
 Axes = int | Sequence[int]
 Initializer = Callable[..., jax.Array]
 
@@ -214,7 +216,7 @@ def _draw(
         rows=_size(shape, rows),
         columns=_size(shape, columns),
         count=math.prod(batch_shape),
-        dtype=jnp.promote_types(dtype, jnp.float32),
+        dtype=at_least_float32(dtype),
     )
     kernel = matrix.reshape([shape[axis] for axis in order]).transpose(
         [order.index(axis) for axis in range(len(shape))]

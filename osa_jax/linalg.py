@@ -6,6 +6,7 @@ default for float32, would leave 3 to 10 bits of the orthogonality of A.
 
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.typing import DTypeLike
 
 
 def mm(a: Array, b: Array) -> Array:
@@ -45,5 +46,9 @@ def power_of_two(n: Array, dtype: jnp.dtype) -> Array:
 
 def compute_dtype(*arrays: Array) -> jnp.dtype:
     """float64 if any of the arrays has it, else float32: linear algebra is never done below."""
-    wide = any(a.dtype == jnp.float64 for a in arrays)
-    return jnp.dtype(jnp.float64 if wide else jnp.float32)
+    return max((at_least_float32(a.dtype) for a in arrays), key=lambda dtype: dtype.itemsize)
+
+
+def at_least_float32(dtype: DTypeLike) -> jnp.dtype:
+    """The same dtype, or float32 in place of a narrower one."""
+    return jnp.dtype(dtype if jnp.finfo(dtype).bits > 32 else jnp.float32)

@@ -1,7 +1,15 @@
 """Tolerances by dtype and kind of quantity, in one place, and what several test files need."""
 
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
 import jax.numpy as jnp
 import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
 
 DTYPES = (np.float32, np.float64)
 
@@ -25,3 +33,15 @@ def relative_error(got, exact):
     """||got - exact|| / ||exact||, absolute where `exact` is zero."""
     got, exact = np.asarray(got, np.float64), np.asarray(exact, np.float64)
     return np.linalg.norm(got - exact) / (np.linalg.norm(exact) or 1.0)
+
+
+def run_python(code, *options, devices=1):
+    """Run `code` in an interpreter of its own, with so many simulated CPU devices."""
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        "PYTHONPATH": str(ROOT),
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}",
+    }
+    command = [sys.executable, *options, "-c", textwrap.dedent(code)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)

@@ -1,11 +1,6 @@
 """`custom_vjp` under every transformation, against plain autodiff of the same functions."""
 
 import itertools
-import os
-import pathlib
-import subprocess
-import sys
-import textwrap
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +10,7 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 from osa_jax.autodiff import custom_vjp
+from tests.helpers import run_python
 
 
 class Example(NamedTuple):
@@ -611,15 +607,6 @@ SHARDED = """
 
 
 def test_sharded_over_four_devices():
-    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
-    root = str(pathlib.Path(__file__).resolve().parents[1])
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": root}
-    result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(SHARDED)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    result = run_python(SHARDED, devices=4)
     assert result.returncode == 0, result.stderr[-3000:]
     assert result.stdout == "done\n"

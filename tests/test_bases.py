@@ -104,6 +104,7 @@ def close(actual, desired, rtol):
 # Values
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("shape", SHAPES)
 def test_qr_equals_numpy(shape):
     m = draw(0, shape)
@@ -132,6 +133,7 @@ def test_qr_of_dependent_columns_erases_none():
         close(basis @ triangular, m, 1e-14)
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("coefficients", SETS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_newton_schulz_equals_polar_factor_and_loop(shape, coefficients):
@@ -209,6 +211,7 @@ def test_cubic_singular_values_never_exceed_one(num_iters):
 # Scale, rank, dtype
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("coefficients", SETS)
 @pytest.mark.parametrize("scale", [1e-30, 1e-12, 1e6, 1e30])
 def test_newton_schulz_does_not_see_the_scale(scale, coefficients):

@@ -27,7 +27,7 @@ def command(program, *arguments):
 
 
 def start(program, *arguments):
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     return subprocess.Popen(
         command(program, *arguments),
         stdout=subprocess.PIPE,

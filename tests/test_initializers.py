@@ -192,6 +192,11 @@ def test_empty_kernels_stay_empty(factory, shape):
     assert factory()(KEY, shape, jnp.float32).shape == shape
 
 
+def test_strict_promotion_of_dtypes():
+    with jax.numpy_dtype_promotion("strict"):
+        assert stiefel()(KEY, (4, 2), jnp.bfloat16).dtype == jnp.bfloat16
+
+
 def test_the_dtype_defaults_to_the_default_float():
     assert stiefel()(KEY, (3, 2)).dtype == jnp.result_type(float)
 

@@ -1,9 +1,5 @@
 """The NNX and the Linen layer against numpy, each other, and Flax's conventions."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +10,7 @@ from flax.errors import ScopeParamShapeError
 from osa_jax.initializers import stiefel
 from osa_jax.nn import OrthogonalSelfAttention
 from osa_jax.nn.linen import OrthogonalSelfAttention as LinenOrthogonalSelfAttention
+from tests.helpers import run_python
 
 HEADS, FEATURES, VALUES, QUERIES, OUT = 2, 12, 10, 4, 7
 WIDTHS = {"qkv_features": VALUES, "out_features": OUT, "qk_features": QUERIES}
@@ -344,7 +341,5 @@ def test_checks_survive_python_o():
         "from flax import nnx\nfrom osa_jax.nn import OrthogonalSelfAttention\n"
         "OrthogonalSelfAttention(5, 12, rngs=nnx.Rngs(0))\n"
     )
-    root = Path(__file__).parents[1]
-    command = [sys.executable, "-O", "-c", code]
-    run = subprocess.run(command, capture_output=True, text=True, cwd=root)
+    run = run_python(code, "-O")
     assert "ValueError: qkv_features must be a positive multiple of num_heads = 5" in run.stderr

@@ -6,11 +6,10 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.helpers import ROOT, run_python
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +43,7 @@ def test_the_wheel_holds_the_package_alone(tmp_path, metadata):
 
 def test_importing_the_package_brings_in_neither_flax_nor_a_data_set():
     code = "import sys, osa_jax; print(*sorted({name.split('.')[0] for name in sys.modules}))"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    result = run_python(code)
     assert result.returncode == 0, result.stderr
     loaded = set(result.stdout.split())
     assert "osa_jax" in loaded

@@ -1,11 +1,6 @@
 """What the operator's programs hold and communicate, and that samples and heads do not meet in them."""
 
 import functools
-import os
-import pathlib
-import subprocess
-import sys
-import textwrap
 
 import jax
 import jax.extend.core
@@ -15,7 +10,7 @@ import pytest
 from jax import lax
 
 from osa_jax import orthogonal_attention
-from tests.helpers import orthogonality_tolerance, relative_error
+from tests.helpers import orthogonality_tolerance, relative_error, run_python
 from tests.reference import METHODS, TOLERANCE, attend
 
 RNG = np.random.default_rng(12)
@@ -23,14 +18,6 @@ BATCH = [RNG.standard_normal((3, 7, 2, width)) for width in (3, 3, 2)]
 BATCH += [np.array([0.3, -0.2]), RNG.standard_normal((3, 7, 2, 2))]
 
 each_method = pytest.mark.parametrize("method", METHODS)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def compile_quickly():
-    """These programs are large and run a few times."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @functools.cache
@@ -143,7 +130,6 @@ SHARDED = """
     from osa_jax import orthogonal_attention
 
     jax.config.update("jax_enable_x64", True)
-    jax.config.update("jax_disable_most_optimizations", True)
     rng = np.random.default_rng(0)
     q, k, v, weights = (rng.standard_normal((4, 8, 4, width)) for width in (3, 3, 2, 2))
     alpha = np.array([0.1, -0.2, 0.3, 0.4])
@@ -199,15 +185,6 @@ SHARDED = """
 
 
 def test_sharded_over_four_devices():
-    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
-    root = str(pathlib.Path(__file__).resolve().parents[1])
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": root}
-    result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(SHARDED)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    result = run_python(SHARDED, devices=4)
     assert result.returncode == 0, result.stderr[-3000:]
     assert result.stdout == "done\n"

@@ -17,14 +17,6 @@ ORDERS = {
 }
 
 
-@pytest.fixture(autouse=True, scope="module")
-def compile_quickly():
-    """These programs are large and run once."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 @functools.cache
 def exact_hessian(function):
     return jax.jit(jax.vmap(jax.hessian(functools.partial(loss, function))))(X)

@@ -2,7 +2,6 @@
 
 import io
 import json
-import subprocess
 import sys
 
 import jax
@@ -27,6 +26,7 @@ from osa_jax.training import (
     run,
 )
 from osa_jax.training.progress import RunProgress
+from tests.helpers import run_python
 
 F64 = 1e-12
 
@@ -328,8 +328,9 @@ def test_curves_are_a_picture_of_the_runs(least, scale, tmp_path, monkeypatch):
 
 
 INTERRUPTED = """
-import os, signal, sys
+import os, signal
 from osa_jax.training import one_line_errors
+signal.signal(signal.SIGINT, signal.default_int_handler)
 with one_line_errors():
     os.kill(os.getpid(), signal.SIGINT)
     import time
@@ -338,6 +339,6 @@ with one_line_errors():
 
 
 def test_ctrl_c_ends_with_one_line_and_exit_code_130():
-    result = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=60)
+    result = run_python(INTERRUPTED)
     assert result.returncode == 130
     assert result.stderr == "Interrupted: the metrics written so far are kept.\n"

@@ -21,14 +21,6 @@ from tests.reference import METHODS, TOLERANCE, UNPACK, X, assert_close, attend,
 RNG = np.random.default_rng(11)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def compile_quickly():
-    """These programs are large and run once."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 def layers(attend, x):
     """Two layers in a scan, each a checkpoint in a cond, alpha in the carry."""
     q, k, v, alpha = UNPACK(x)

@@ -13,7 +13,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from osa_jax.attention import Method
-from osa_jax.bases import Coefficients
+from osa_jax.coefficients import Coefficients
 from osa_jax.initializers import scaled_uniform_orthogonal
 from osa_jax.models.activations import ACTIVATIONS, resolve_gain
 from osa_jax.models.blocks import MLP, Block, PatchEmbedding, SelfAttention, softmax_attention

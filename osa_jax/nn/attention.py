@@ -12,7 +12,7 @@ from flax.typing import PrecisionLike
 from jax.typing import DTypeLike
 
 from osa_jax.attention import Method, orthogonal_attention
-from osa_jax.bases import Coefficients
+from osa_jax.coefficients import Coefficients
 from osa_jax.initializers import Initializer
 from osa_jax.nn import common
 

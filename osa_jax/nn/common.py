@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from osa_jax.attention import Method, orthogonal_attention
-from osa_jax.bases import Coefficients
+from osa_jax.coefficients import Coefficients
 from osa_jax.initializers import Initializer, blockwise, query_key_stiefel, stiefel
 
 HeadInit = Literal["joint", "independent"]

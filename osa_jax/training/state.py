@@ -13,6 +13,7 @@ import optax
 from flax import nnx
 
 from osa_jax.data import Batches
+from osa_jax.linalg import at_least_float32
 
 Array = jax.Array | np.ndarray
 Metrics = dict[str, jax.Array]
@@ -180,7 +181,7 @@ def judge(logits: jax.Array, labels: Array) -> tuple[jax.Array, jax.Array]:
       >>> [round(float(loss), 4) for loss in losses], hits.tolist()
       ([1.3863, 1.3863], [1.0, 0.0])
     """
-    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    logits = logits.astype(at_least_float32(logits.dtype))
     losses = optax.losses.softmax_cross_entropy_with_integer_labels(logits, labels)
     hits = (jnp.argmax(logits, axis=-1) == labels).astype(logits.dtype)
     return losses, hits
