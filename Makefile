@@ -47,14 +47,14 @@ endif
 	$(if $(strip $(PYTHON)),,$(error No Python 3.11 or newer found: install one, or set PYTHON))
 	@echo "Installing into .venv with $(PYTHON) (one to three minutes, once) ..."
 	@$(PYTHON) -m venv --clear .venv
-	@.venv/bin/python $(PIP_INSTALL) -c constraints.txt -e '.[train,test]'
+	@.venv/bin/python $(PIP_INSTALL) -c constraints.txt -e '.[train,tfds,test]'
 	@touch $@
 
 .venv-latest/installed: setup.cfg constraints.txt
 	@echo "Installing into .venv-latest with $(PYTHON_LATEST) (one to three minutes, once) ..."
 	@$(PYTHON_LATEST) -m venv --clear .venv-latest
 	@grep -vE '^(jax|jaxlib|flax)==' constraints.txt > .venv-latest/constraints.txt
-	@.venv-latest/bin/python $(PIP_INSTALL) -c .venv-latest/constraints.txt -e '.[train,test]'
+	@.venv-latest/bin/python $(PIP_INSTALL) -c .venv-latest/constraints.txt -e '.[train,tfds,test]'
 	@.venv-latest/bin/python -m pip list 2>/dev/null | grep -E '^(jax|jaxlib|flax) '
 	@touch $@
 
