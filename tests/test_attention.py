@@ -26,6 +26,17 @@ def inputs(seed, tokens=7, heads=2, width=3, value_width=3, dtype=np.float64):
     return q, k, draw(seed + 1, tokens, heads, value_width, dtype=dtype)
 
 
+@functools.partial(jax.jit, static_argnames=("method", "num_iters", "coefficients"))
+def pull(q, k, v, alpha, bar, *, mask=None, **options):
+    """The value and the cotangents of query, key, value and alpha, in one program for all tests of a shape."""
+
+    def attend(q, k, v, alpha):
+        return orthogonal_attention(q, k, v, alpha=alpha, mask=mask, **options)
+
+    y, back = jax.vjp(attend, q, k, v, alpha)
+    return y, *back(bar)
+
+
 @pytest.mark.optimized
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("method", EXACT)
@@ -78,18 +89,14 @@ def test_gradients_by_complex_steps(method, family):
         s = alpha / np.sqrt(2) * (q @ k.T - k @ q.T)
         return np.sum(bar * (scipy.linalg.expm(s) @ v))
 
-    def attend(q, k, v, alpha):
-        y = orthogonal_attention(q[:, None], k[:, None], v[:, None], alpha=alpha, method=method)
-        return jnp.sum(bar * y[:, 0])
-
-    got = jax.jit(jax.grad(attend, (0, 1, 2, 3)))(*args)
+    _, *got = pull(*(x[:, None] for x in args[:3]), args[3], bar[:, None], method=method)
     for i, (x, gradient) in enumerate(zip(args, got, strict=True)):
         exact = np.zeros_like(x)
         for index in np.ndindex(x.shape):
             step = np.zeros(x.shape, complex)
             step[index] = 1e-30j
             exact[index] = f(*args[:i], x + step, *args[i + 1 :]).imag / 1e-30
-        np.testing.assert_allclose(gradient, exact, rtol=1e-11, atol=1e-12)
+        np.testing.assert_allclose(gradient.reshape(x.shape), exact, rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -111,9 +118,8 @@ def test_batches_heads_and_value_width(method):
 @pytest.mark.parametrize("method", METHODS)
 def test_empty_batch_no_token_one_token(shape, method):
     q, k, v = draw(8, 3, *shape)
-    value, vjp = jax.vjp(functools.partial(orthogonal_attention, method=method), q, k, v)
+    value, q_bar, k_bar, v_bar, _ = pull(q, k, v, 1.0, v, method=method)
     np.testing.assert_allclose(value, v, atol=1e-14)  # S = 0
-    q_bar, k_bar, v_bar = vjp(jnp.asarray(v))
     np.testing.assert_allclose(v_bar, v, atol=1e-14)
     np.testing.assert_allclose([q_bar, k_bar], np.zeros((2, *shape)), atol=1e-14)
 
@@ -124,16 +130,10 @@ def test_newton_schulz_converges_to_exact():
     bar = draw(10, *v.shape)
     gradients = oracle.gradients(q, k, v, np.full(2, 0.3), bar)
     for steps, coefficients, tolerance in [(8, "cubic", 0.2), (20, "cubic", 1e-12), (8, "polar_express", 1e-9)]:
-        attend = functools.partial(
-            orthogonal_attention,
-            alpha=0.3,
-            method="newton_schulz",
-            num_iters=steps,
-            coefficients=coefficients,
-        )
-        value, vjp = jax.vjp(attend, q, k, v)
+        options = {"method": "newton_schulz", "num_iters": steps, "coefficients": coefficients}
+        value, *bars = pull(q, k, v, 0.3, bar, **options)
         assert relative_error(value, exact) < tolerance
-        for got, true in zip(vjp(jnp.asarray(bar)), gradients[:3], strict=True):
+        for got, true in zip(bars[:3], gradients[:3], strict=True):
             assert relative_error(got, true) < 10 * tolerance
 
 
@@ -155,11 +155,10 @@ def test_extreme_scales_stay_finite_and_orthogonal(scale, method):
     """Far beyond nu = 1/eps no digit of A is left, but it stays a rotation, and nothing overflows."""
     q, k, v = inputs(12, 50, 2, 16, 16, dtype=np.float32)
     q, k = q * np.float32(scale), k * np.float32(scale)
-    value, vjp = jax.vjp(functools.partial(orthogonal_attention, method=method), q, k, v)
+    value, *bars, _ = pull(q, k, v, np.float32(1), v, method=method)
     assert abs(np.linalg.norm(value) / np.linalg.norm(v) - 1) < 1e-4
     if scale < 1:
         np.testing.assert_allclose(value, v, atol=1e-6)
-    bars = vjp(jnp.asarray(v))
     assert all(np.isfinite(bar).all() for bar in bars[2:])
     if scale < 1e20:
         assert all(np.isfinite(bar).all() for bar in bars)
@@ -173,13 +172,13 @@ def test_mask(method, garbage):
     mask = np.ones(12, bool)
     mask[[2, 5, 10, 11]] = False
     bar = draw(14, 12, 2, 3)
-    attend = functools.partial(orthogonal_attention, alpha=0.4, method=method)
-    alone, vjp_alone = jax.vjp(attend, q[mask], k[mask], v[mask])
+    alone, *bars_alone, alpha_bar_alone = pull(q[mask], k[mask], v[mask], 0.4, bar[mask], method=method)
     padded = [np.where(mask[:, None, None], x, garbage) for x in (q, k, v)]
-    value, vjp = jax.vjp(functools.partial(attend, mask=jnp.asarray(mask)), *padded)
+    value, *bars, alpha_bar = pull(*padded, 0.4, bar, mask=mask, method=method)
     np.testing.assert_allclose(value[mask], alone, rtol=1e-12, atol=1e-13)
     np.testing.assert_array_equal(value[~mask], 0)
-    for got, true in zip(vjp(jnp.asarray(bar)), vjp_alone(jnp.asarray(bar[mask])), strict=True):
+    np.testing.assert_allclose(alpha_bar, alpha_bar_alone, rtol=1e-11)
+    for got, true in zip(bars, bars_alone, strict=True):
         np.testing.assert_allclose(got[mask], true, rtol=1e-11, atol=1e-12)
         np.testing.assert_array_equal(got[~mask], 0)
 
@@ -199,18 +198,13 @@ def test_mask_by_sample_and_all_padding():
 def test_one_bad_sample_stays_alone(method, bad):
     """Bit for bit: neither NaN nor an all-zero sample changes its neighbours or their gradients."""
     q, k, v = draw(16, 3, 3, 8, 2, 2, dtype=np.float32)
-    run = jax.jit(lambda q, k, v: jax.vjp(functools.partial(orthogonal_attention, method=method), q, k, v))
-    value, vjp = run(q, k, v)
+    clean = pull(q, k, v, np.float32(1), v, method=method)[:4]
     q_bad = q.copy()
     q_bad[1] = bad
-    value_bad, vjp_bad = run(q_bad, k, v)
-    if bad == 0.0:
-        assert np.isfinite(value_bad).all()
-        assert all(np.isfinite(g).all() for g in vjp_bad(jnp.asarray(v)))
-    else:
-        assert not np.isfinite(value_bad[1]).all()
-    pairs = zip((value_bad, *vjp_bad(jnp.asarray(v))), (value, *vjp(jnp.asarray(v))), strict=True)
-    for got, true in pairs:
+    dirty = pull(q_bad, k, v, np.float32(1), v, method=method)[:4]
+    assert np.isfinite(dirty[0][1]).all() == (bad == 0.0)
+    assert bad != 0.0 or all(np.isfinite(x).all() for x in dirty)
+    for got, true in zip(dirty, clean, strict=True):
         np.testing.assert_array_equal(got[::2], true[::2])
 
 
@@ -219,18 +213,15 @@ def test_one_bad_sample_stays_alone(method, bad):
 def test_low_precision(method, dtypes):
     """Computed in float32 from the rounded inputs, rounded once; each cotangent in its input's dtype."""
     q, k, v = (jnp.asarray(x, d) for x, d in zip(inputs(17, 9, 2, 2), dtypes, strict=True))
-    attend = functools.partial(orthogonal_attention, alpha=jnp.float32(0.3), method=method)
+    bar = jnp.asarray(draw(23, *v.shape), v.dtype)
     with jax.numpy_dtype_promotion("strict"):
-        value, vjp = jax.vjp(attend, q, k, v)
-        bar = jnp.asarray(draw(23, *v.shape), v.dtype)
-        bars = vjp(bar)
+        value, *bars, _ = pull(q, k, v, jnp.float32(0.3), bar, method=method)
     assert value.dtype == v.dtype
     assert tuple(str(bar.dtype) for bar in bars) == dtypes
-    full = attend(*(np.asarray(x, np.float64) for x in (q, k, v)))
+    wide = (np.asarray(x, np.float64) for x in (q, k, v))
+    full, *full_bars, _ = pull(*wide, np.float64(np.float32(0.3)), np.asarray(bar, np.float64), method=method)
     ulp = float(jnp.finfo(v.dtype).eps)
     np.testing.assert_allclose(np.asarray(value, np.float64), full, rtol=ulp, atol=ulp / 8)
-    wide = (np.asarray(x, np.float64) for x in (q, k, v))
-    full_bars = jax.vjp(attend, *wide)[1](jnp.asarray(bar, jnp.float64))
     for got, true in zip(bars, full_bars, strict=True):
         # Newton-Schulz in Gram space loses eps / sigma^2: 1.2e-5 measured here in float32.
         floor = 5e-5 if method == "newton_schulz" else 1e-5
