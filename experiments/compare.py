@@ -13,6 +13,7 @@ from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
 from osa_jax.training import (
+    FIGURE_1,
     SYSTEMS,
     Trainer,
     one_line_errors,
@@ -46,7 +47,8 @@ def main(_: list[str]) -> None:
         workdir = prepare_workdir(_WORKDIR.value)
         seeds = range(_CONFIG.value.seed, _CONFIG.value.seed + (1 if _SMOKE.value else _SEEDS.value))
         runs = {}
-        for name, system in SYSTEMS.items():
+        for name in FIGURE_1:
+            system = SYSTEMS[name]
             trainer = Trainer(of_system(_CONFIG.value, name))
             runs[system.label] = [
                 run(trainer, seed=seed, workdir=workdir / name / f"seed{seed}", label=system.label) for seed in seeds

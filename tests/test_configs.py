@@ -9,7 +9,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from osa_jax.data import evaluation_batches
-from osa_jax.training import SYSTEMS, Trainer
+from osa_jax.training import FIGURE_1, SYSTEMS, Trainer
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.py"))
 
@@ -66,13 +66,35 @@ def test_a_locked_config_refuses_unknown_keys_and_unknown_systems(path):
         load_config(path, "osa_rq")
 
 
+# A row: attention, skip, norm, init, activation_gain, activation_shaping.
+SWITCHES = {
+    "vit": ("softmax", True, True, "standard", 1.0, "none"),
+    "vit_no_skip": ("softmax", False, True, "standard", 1.0, "none"),
+    "vit_no_skip_no_norm": ("softmax", False, False, "standard", 1.0, "none"),
+    "osa": ("orthogonal", False, False, "orthogonal", 1.2, "none"),
+    "osa_qr": ("orthogonal", False, False, "orthogonal", 1.2, "none"),
+    "osa_newton_schulz": ("orthogonal", False, False, "orthogonal", 1.2, "none"),
+    "value_skipinit": ("value_skipinit", False, False, "orthogonal", 1.0, "dks"),
+    "shaped": ("shaped", False, False, "orthogonal", 1.0, "tat"),
+    "e_spa": ("e_spa", False, False, "orthogonal", 1.0, "dks"),
+    "cutting_the_skip": ("softmax", False, True, "cutting_the_skip", 1.0, "none"),
+    "ns_attention": ("ns_attention", True, True, "standard", 1.0, "none"),
+}
+
+
+def test_every_system_has_its_paper_s_switches():
+    names = ("attention", "skip", "norm", "init", "activation_gain", "activation_shaping")
+    assert {name: tuple(map(system.model.get, names)) for name, system in SYSTEMS.items()} == SWITCHES
+    assert FIGURE_1 == tuple(SWITCHES)[:6]
+
+
 def test_the_systems_share_one_set_of_switches():
     for system in SYSTEMS.values():
         switches = set(system.model) - {"qk_features"}
-        assert switches == {"activation_gain", "attention", "init", "method", "norm", "skip"}
-        softmax = system.model["attention"] == "softmax"
-        assert softmax == ("qk_features" in system.model)
-    assert len({system.label for system in SYSTEMS.values()}) == len(SYSTEMS) == 6
+        assert switches == {"activation_gain", "activation_shaping", "attention", "init", "method", "norm", "skip"}
+        orthogonal = system.model["attention"] == "orthogonal"
+        assert orthogonal != ("qk_features" in system.model)
+    assert len({system.label for system in SYSTEMS.values()}) == len(SYSTEMS)
 
 
 def test_dropout_draws_a_new_mask_at_every_step_and_none_in_evaluation():

@@ -1,4 +1,4 @@
-"""The parts of a vision transformer: patches, attention with either initialisation, MLP, block.
+"""The parts of a vision transformer around its attention: patches, MLP, block.
 
 Shape legend: `B` batch, `N` tokens, `F` width, `[B, H, W, C]` images.
 """
@@ -12,9 +12,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from osa_jax.initializers import Initializer, scaled_uniform_orthogonal
-from osa_jax.models.activations import ACTIVATIONS
+from osa_jax.models.activations import Activation
 from osa_jax.nn import OrthogonalSelfAttention
-from osa_jax.nn.common import HeadInit, kernel_inits
 
 SelfAttention = nnx.MultiHeadAttention | OrthogonalSelfAttention
 
@@ -67,15 +66,14 @@ class PatchEmbedding(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """Two linear maps around an activation, `gain * f(x W_1 + b_1) W_2 + b_2`."""
+    """Two linear maps around an activation, `f(x W_1 + b_1) W_2 + b_2`."""
 
     def __init__(
         self,
         width: int,
         hidden_width: int,
         *,
-        activation: str,
-        gain: float,
+        activation: Activation,
         kernel_init: Initializer,
         dtype: DTypeLike | None,
         param_dtype: DTypeLike,
@@ -86,14 +84,9 @@ class MLP(nnx.Module):
             "dtype": dtype,
             "param_dtype": param_dtype,
         }
-        self.activation = activation
-        self.gain = gain
+        self.activate = activation
         self.hidden = nnx.Linear(width, hidden_width, rngs=rngs, **options)
         self.out = nnx.Linear(hidden_width, width, rngs=rngs, **options)
-
-    def activate(self, preactivations: jax.Array) -> jax.Array:
-        """The activation with its gain."""
-        return self.gain * ACTIVATIONS[self.activation](preactivations)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Apply to the last axis."""
@@ -142,34 +135,6 @@ class Block(nnx.Module):
         out["mlp"] = self.mlp.out(out["hidden"])
         out["output"] = leave(out["mlp"], out["attended"])
         return out["output"], out
-
-
-def softmax_attention(
-    num_heads: int,
-    width: int,
-    *,
-    head_init: HeadInit | None,
-    dtype: DTypeLike | None,
-    param_dtype: DTypeLike,
-    rngs: nnx.Rngs,
-) -> nnx.MultiHeadAttention:
-    """Flax's attention, Xavier-uniform or, given `head_init`, with orthogonal kernels."""
-    layer = nnx.MultiHeadAttention(
-        num_heads,
-        width,
-        decode=False,
-        kernel_init=nnx.initializers.xavier_uniform(),
-        dtype=dtype,
-        param_dtype=param_dtype,
-        rngs=rngs,
-    )
-    if head_init is None:
-        return layer
-    inits = kernel_inits(rngs.params(), num_heads=num_heads, head_init=head_init, kernel_init=None)
-    for name, init in inits._asdict().items():
-        kernel = getattr(layer, name).kernel
-        kernel[...] = init(rngs.params(), (width, width), param_dtype).reshape(kernel.shape)
-    return layer
 
 
 def _half_suo(key: jax.Array, shape: tuple[int, int], dtype: DTypeLike) -> jax.Array:

@@ -1,9 +1,8 @@
-"""A vision transformer whose switches give every system of the paper.
+"""A vision transformer whose switches give every system of the paper, and what they are compared with.
 
 Shape legend: `B` batch, `N` tokens, `F` width, `[B, H, W, C]` images.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -15,13 +14,13 @@ from jax.typing import DTypeLike
 from osa_jax.attention import Method
 from osa_jax.coefficients import Coefficients
 from osa_jax.initializers import scaled_uniform_orthogonal
-from osa_jax.models.activations import ACTIVATIONS, resolve_gain
-from osa_jax.models.blocks import MLP, Block, PatchEmbedding, SelfAttention, softmax_attention
+from osa_jax.models.activations import Shaping, make_activation
+from osa_jax.models.attention import Init, Softmax, softmax_attention
+from osa_jax.models.blocks import MLP, Block, PatchEmbedding, SelfAttention
 from osa_jax.nn import OrthogonalSelfAttention
 from osa_jax.nn.common import HeadInit, check_dropout_rate, check_rngs
 
-Attention = Literal["softmax", "orthogonal"]
-Init = Literal["standard", "orthogonal"]
+Attention = Literal["orthogonal", Softmax]
 Pooling = Literal["mean", "cls"]
 
 
@@ -36,7 +35,9 @@ class ViT(nnx.Module):
     positions of standard deviation 0.02. `init="orthogonal"` is the paper's: joint Stiefel queries
     and keys, Stiefel values and outputs, scaled uniform orthogonal MLP. Its patch embedding and its
     positions each give half of a token's mean square, so that images of zero mean and unit variance
-    become tokens of unit scale, distinct where the patches are not. Biases are zero in both.
+    become tokens of unit scale, distinct where the patches are not. `init="cutting_the_skip"` is
+    that paper's start for softmax attention, see `osa_jax.models.attention`, with scaled uniform
+    orthogonal MLP and the usual embedding. Biases are zero in all.
 
     Dropout acts on the outputs of attention and MLP alone; on the attention matrix it would end its
     orthogonality.
@@ -50,18 +51,21 @@ class ViT(nnx.Module):
       num_heads: attention heads.
       qk_features: total width of queries and keys, by default `width`; orthogonal attention only.
       mlp_ratio: hidden width of the MLP over `width`.
-      attention: `softmax`, which is `nnx.MultiHeadAttention`, or `orthogonal`.
+      attention: `orthogonal`, `softmax`, which is `nnx.MultiHeadAttention`, or a variant of it:
+        `value_skipinit`, `shaped`, `e_spa` or `ns_attention`, see `osa_jax.models.attention`.
       method: how orthogonal attention is applied, see `osa_jax.orthogonal_attention`.
       num_iters: iterations of `method="newton_schulz"`.
       coefficients: coefficient set of `method="newton_schulz"`.
       skip: whether a block adds its input to the outputs of attention and MLP.
       norm: whether there are layer norms, before attention and MLP and after the last block.
-      init: `standard` or `orthogonal`.
+      init: `standard`, `orthogonal` or `cutting_the_skip`.
       head_init: `joint` or `independent` value and output kernels of the orthogonal initialisation.
       alpha: start value of orthogonal attention's scale.
       activation: `gelu`, `relu`, `silu` or `tanh`.
       activation_gain: factor on the activation, `preserve` for the one that keeps the mean square
         of a standard normal input.
+      activation_shaping: `none`, or `dks` or `tat` for an activation shaped for the depth, see
+        `osa_jax.models.activations.make_activation`.
       pooling: `mean` over the tokens, or `cls` for a class token.
       dropout_rate: rate of the dropout on outputs, in [0, 1).
       dtype: dtype of the computation, by default that of images and parameters.
@@ -106,6 +110,7 @@ class ViT(nnx.Module):
         alpha: float = 0.1,
         activation: str = "gelu",
         activation_gain: float | Literal["preserve"] = 1.0,
+        activation_shaping: Shaping = "none",
         pooling: Pooling = "mean",
         dropout_rate: float = 0.0,
         dtype: DTypeLike | None = None,
@@ -117,43 +122,49 @@ class ViT(nnx.Module):
             init=(init, get_args(Init)),
             head_init=(head_init, get_args(HeadInit)),
             pooling=(pooling, get_args(Pooling)),
-            activation=(activation, tuple(ACTIVATIONS)),
         )
         _check_sizes(image_shape, patch_size, width, depth, num_heads, num_classes, mlp_ratio)
         check_dropout_rate(dropout_rate)
         check_rngs(rngs, dropout_rate)
-        if attention == "softmax" and qk_features is not None:
-            raise ValueError(
-                f"qk_features must be None with attention='softmax', got {qk_features}; Flax's "
-                "layer has one width for queries, keys and values."
-            )
+        _check_attention(attention, init, qk_features)
         height, breadth, channels = image_shape
         self.image_shape = (height, breadth, channels)
         self.pooling = pooling
 
-        orthogonal = init == "orthogonal"
         options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         xavier = nnx.initializers.xavier_uniform()
-        attend: dict[str, Callable[..., SelfAttention]] = {
-            "softmax": partial(softmax_attention, head_init=head_init if orthogonal else None),
-            "orthogonal": partial(
-                OrthogonalSelfAttention,
+
+        def attend(layer: int) -> SelfAttention:
+            if attention != "orthogonal":
+                return softmax_attention(
+                    attention,
+                    num_heads,
+                    width,
+                    layer=layer,
+                    depth=depth,
+                    init=init,
+                    head_init=head_init,
+                    **options,
+                )
+            return OrthogonalSelfAttention(
+                num_heads,
+                width,
                 qk_features=qk_features,
                 alpha=alpha,
                 head_init=head_init,
                 method=method,
                 num_iters=num_iters,
                 coefficients=coefficients,
-                kernel_init=None if orthogonal else xavier,
-            ),
-        }
+                kernel_init=None if init == "orthogonal" else xavier,
+                **options,
+            )
+
         mlp = partial(
             MLP,
             width,
             int(mlp_ratio * width),
-            activation=activation,
-            gain=resolve_gain(activation_gain, activation),
-            kernel_init=scaled_uniform_orthogonal() if orthogonal else xavier,
+            activation=make_activation(activation, gain=activation_gain, shaping=activation_shaping, depth=depth),
+            kernel_init=xavier if init == "standard" else scaled_uniform_orthogonal(),
         )
         block = partial(Block, width=width, skip=skip, norm=norm, dropout_rate=dropout_rate)
 
@@ -162,12 +173,10 @@ class ViT(nnx.Module):
             patch_size,
             width,
             class_token=pooling == "cls",
-            orthogonal=orthogonal,
+            orthogonal=init == "orthogonal",
             **options,
         )
-        self.blocks = nnx.List(
-            [block(attend[attention](num_heads, width, **options), mlp(**options), **options) for _ in range(depth)]
-        )
+        self.blocks = nnx.List([block(attend(layer), mlp(**options), **options) for layer in range(1, depth + 1)])
         self.norm = nnx.LayerNorm(width, **options) if norm else None
         self.head = nnx.Linear(width, num_classes, kernel_init=nnx.initializers.zeros, **options)
 
@@ -216,6 +225,20 @@ def _check_choices(**choices: tuple[str, tuple[str, ...]]) -> None:
     for name, (choice, allowed) in choices.items():
         if choice not in allowed:
             raise ValueError(f"{name} must be one of {allowed}, got {choice!r}.")
+
+
+def _check_attention(attention: Attention, init: Init, qk_features: int | None) -> None:
+    """What softmax attention alone has, and what orthogonal attention alone has."""
+    if attention != "orthogonal" and qk_features is not None:
+        raise ValueError(
+            f"qk_features must be None with attention={attention!r}, got {qk_features}; Flax's "
+            "layer has one width for queries, keys and values."
+        )
+    if attention == "orthogonal" and init == "cutting_the_skip":
+        raise ValueError(
+            "init must be 'standard' or 'orthogonal' with attention='orthogonal', got 'cutting_the_skip'; it is a "
+            "start of softmax attention."
+        )
 
 
 def _check_sizes(

@@ -11,9 +11,10 @@ from osa_jax.training.state import (
     make_optimizer,
     make_train_functions,
 )
-from osa_jax.training.systems import SYSTEMS, System
+from osa_jax.training.systems import FIGURE_1, SYSTEMS, System
 
 __all__ = [
+    "FIGURE_1",
     "SYSTEMS",
     "Row",
     "System",
