@@ -82,7 +82,7 @@ def test_a_matrix_that_is_not_finite_stays_alone_and_sets_no_trip_count(bad):
     doublings = np.asarray(_series(x, None)[1])
     np.testing.assert_array_equal(doublings, np.asarray(_series(clean, None)[1]))
     got = np.asarray(expm(x))
-    assert np.isnan(got[1]).all()
+    assert not np.isfinite(got[1]).any()
     np.testing.assert_array_equal(got[[0, 2]], np.asarray(expm(clean))[[0, 2]])
 
 
@@ -153,12 +153,12 @@ def test_derivatives_in_both_modes_to_third_order():
     b, x = gram_and_form(2, seed=10)
     p = b.T @ b
     modes = ("fwd", "rev")
-    check_grads(lambda p: phi_skew((p + p.T) / 2, x), (p,), order=2, modes=modes)
-    check_grads(lambda x: expm_skew(x - x.T), (skew(11, (4, 4)) / 3,), order=2, modes=modes)
+    check_grads(jax.jit(lambda p: phi_skew((p + p.T) / 2, x)), (p,), order=2, modes=modes)
+    check_grads(jax.jit(lambda x: expm_skew(x - x.T)), (skew(11, (4, 4)) / 3,), order=2, modes=modes)
     f = functools.partial(lambda t: jnp.sum(expm_skew(t * symplectic_form(4, jnp.float64))[0]))
     third = [jax.jacfwd(jax.hessian(f)), jax.grad(jax.grad(jax.grad(f))), jax.jacrev(jax.jacfwd(jax.jacfwd(f)))]
     for derivative in third:  # f = cos t + sin t
-        assert float(derivative(0.3)) == pytest.approx(np.sin(0.3) - np.cos(0.3), rel=1e-12)
+        assert float(jax.jit(derivative)(0.3)) == pytest.approx(np.sin(0.3) - np.cos(0.3), rel=1e-12)
 
 
 def test_low_precision_is_computed_in_float32():
