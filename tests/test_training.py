@@ -306,6 +306,18 @@ def test_results_table_is_mean_and_standard_deviation_of_the_last_rows():
     ]
 
 
+def test_results_table_tells_when_a_target_is_reached():
+    def rows(*accuracies):
+        values = {"test_loss": 1.0, "train_loss": 1.0, "steps_per_second": 1.0}
+        return [values | {"step": 10 * i, "test_accuracy": a} for i, a in enumerate(accuracies, 1)]
+
+    runs = {"A": [rows(0.5, 0.9, 0.8), rows(0.9, 0.9, 0.9)], "B": [rows(0.1, 0.2, 0.899)]}
+    table = results_table(runs, target=0.9).splitlines()
+    assert table[0].endswith("| steps to 90 % |") and table[1].count("---") == table[0].count("|") - 1
+    assert table[2].endswith("| 15 |") and "| 85.00 ± 7.07 |" in table[2]
+    assert table[3].endswith("| not reached |")
+
+
 @pytest.mark.parametrize("least, scale", [(1.0, "linear"), (1e-3, "log"), (0.0, "linear")])
 def test_curves_are_a_picture_of_the_runs(least, scale, tmp_path, monkeypatch):
     from matplotlib.figure import Figure
@@ -314,15 +326,20 @@ def test_curves_are_a_picture_of_the_runs(least, scale, tmp_path, monkeypatch):
     save = Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda self, path: (figures.append(self), save(self, path)))
     seeds = [
-        [{"step": s, "train_loss": least + (3 - s) * k, "test_loss": least + 2.0} for s in (1, 2, 3)]
+        [
+            {"step": s, "train_loss": least + (3 - s) * k, "test_loss": least + 2.0, "test_accuracy": 0.3 * s}
+            for s in (1, 2, 3)
+        ]
         for k in (0.5, 1.0)
     ]
     plot_curves({"A": seeds, "B": seeds}, tmp_path / "curves.png", title="digits")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-    train, test = figures[0].axes
+    train, test, error = figures[0].axes
     np.testing.assert_allclose(train.lines[0].get_ydata(), least + np.array([1.5, 0.75, 0]))
     np.testing.assert_allclose(test.lines[1].get_ydata(), [least + 2.0] * 3)
-    assert train.get_yscale() == scale and len(train.collections) == 2
+    np.testing.assert_allclose(error.lines[0].get_ydata(), [70, 40, 10])
+    assert train.get_yscale() == test.get_yscale() == scale and len(train.collections) == 2
+    assert error.get_yscale() == "linear"
     labels = [text.get_text() for text in figures[0].legends[0].get_texts()]
     assert labels == ["A", "B"]
 

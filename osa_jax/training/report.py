@@ -1,7 +1,8 @@
 """The table and the figure that compare systems over seeds."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -15,41 +16,47 @@ COLOURS = ("#000000", "#E69F00", "#D55E00", "#0072B2", "#56B4E9", "#009E73")
 STYLES = ("-", (0, (5, 1)), (0, (1, 1)), "-", (0, (5, 2)), (0, (3, 1, 1, 1)))
 
 
-def results_table(runs: Runs) -> str:
+def results_table(runs: Runs, *, target: float | None = None) -> str:
     """The last rows of every system as a Markdown table, mean and standard deviation over seeds.
 
     Args:
       runs: for each system's label the rows of each of its seeds.
+      target: a test accuracy in [0, 1]; a column tells the first evaluated step that reaches it, the
+        median over seeds.
 
     Returns:
       The table, one system a line.
 
     Example:
-      >>> row = {"test_accuracy": 0.9, "test_loss": 0.5, "train_loss": 0.25}
+      >>> row = {"test_accuracy": 0.9, "test_loss": 0.5, "train_loss": 0.25, "step": 10}
       >>> row["steps_per_second"] = 20.0
       >>> print(results_table({"ViT": [[row], [row | {"test_accuracy": 0.8}]]}))
       | system | test accuracy (%) | test loss | train loss | steps/s |
       |---|---|---|---|---|
       | ViT | 85.0 ± 7.1 | 0.500 ± 0.000 | 0.250 ± 0.000 | 20.0 |
     """
-    lines = [
-        "| system | test accuracy (%) | test loss | train loss | steps/s |",
-        "|---|---|---|---|---|",
-    ]
+    heading = ["system", "test accuracy (%)", "test loss", "train loss", "steps/s"]
+    if target is not None:
+        heading.append(f"steps to {100 * target:g} %")
+    lines = [heading, ["---"] * len(heading)]
     for label, seeds in runs.items():
         last = [rows[-1] for rows in seeds]
-        lines.append(
-            f"| {label} | {_spread(last, 'test_accuracy', scale=100, digits=1)} "
-            f"| {_spread(last, 'test_loss')} | {_spread(last, 'train_loss')} "
-            f"| {np.median([row['steps_per_second'] for row in last]):.1f} |"
-        )
-    return "\n".join(lines)
+        line = [label, _spread(last, "test_accuracy", scale=100, digits=1 if target is None else 2)]
+        line += [_spread(last, "test_loss"), _spread(last, "train_loss")]
+        line.append(f"{np.median([row['steps_per_second'] for row in last]):.1f}")
+        if target is not None:
+            steps = float(np.median([_first_step(rows, target) for rows in seeds]))
+            line.append(f"{steps:.0f}" if np.isfinite(steps) else "not reached")
+        lines.append(line)
+    return "\n".join(
+        "|" + "|".join(cells) + "|" if cells[0] == "---" else f"| {' | '.join(cells)} |" for cells in lines
+    )
 
 
 def plot_curves(runs: Runs, path: str | Path, *, title: str) -> None:
-    """Draw train and test loss against the step: lines are means, bands the range over seeds.
+    """Draw losses and test error against the step: lines are means, bands the range over seeds.
 
-    The axis of the losses is logarithmic where they span more than a factor of ten.
+    An axis is logarithmic where its values are positive and span more than a factor of ten.
 
     Args:
       runs: for each system's label the rows of each of its seeds.
@@ -59,30 +66,43 @@ def plot_curves(runs: Runs, path: str | Path, *, title: str) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 4.6), dpi=150, layout="constrained")
+    figure = Figure(figsize=(13, 4.6), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title)
-    panels = figure.subplots(1, 2, sharex=True, sharey=True)
-    everything = []
-    for axes, key, name in zip(panels, ("train_loss", "test_loss"), ("Train loss", "Test loss"), strict=True):
-        for index, (label, seeds) in enumerate(runs.items()):
-            steps = [row["step"] for row in seeds[0]]
-            losses = np.array([[row[key] for row in rows] for rows in seeds])
-            everything.append(losses)
-            colour, style = COLOURS[index % len(COLOURS)], STYLES[index % len(STYLES)]
-            look = {"color": colour, "linestyle": style, "linewidth": 3 - 0.3 * index}
-            axes.plot(steps, losses.mean(0), label=label, **look)
-            axes.fill_between(steps, losses.min(0), losses.max(0), color=colour, alpha=0.15, linewidth=0)
-        axes.set(title=name, xlabel="Step")
-        axes.grid(True, which="major", alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
+    panels = figure.subplots(1, 3, sharex=True)
+    panels[1].sharey(panels[0])
+    train = _draw(panels[0], "Train loss", runs, lambda row: row["train_loss"])
+    test = _draw(panels[1], "Test loss", runs, lambda row: row["test_loss"])
+    error = _draw(panels[2], "Test error (%)", runs, lambda row: 100 * (1 - row["test_accuracy"]))
     panels[0].set_ylabel("Cross-entropy")
-    values = np.concatenate([losses.ravel() for losses in everything])
-    if values.min() > 0 and values.max() > 10 * values.min():
-        panels[0].set_yscale("log")
+    for axes, values in ((panels[0], train + test), (panels[2], error)):
+        everything = np.concatenate(values)
+        if everything.min() > 0 and everything.max() > 10 * everything.min():
+            axes.set_yscale("log")
     handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
     figure.savefig(path)
+
+
+def _draw(axes: Any, name: str, runs: Runs, value: Callable[[Row], float]) -> list[np.ndarray]:
+    """One panel; returns everything that was drawn."""
+    drawn = []
+    for index, (label, seeds) in enumerate(runs.items()):
+        steps = [row["step"] for row in seeds[0]]
+        values = np.array([[value(row) for row in rows] for rows in seeds])
+        drawn.append(values.ravel())
+        # A second round through the colours has other styles.
+        colour, style = COLOURS[index % len(COLOURS)], STYLES[(index + index // len(COLOURS)) % len(STYLES)]
+        axes.plot(steps, values.mean(0), label=label, color=colour, linestyle=style, linewidth=max(1, 3 - 0.3 * index))
+        axes.fill_between(steps, values.min(0), values.max(0), color=colour, alpha=0.15, linewidth=0)
+    axes.set(title=name, xlabel="Step")
+    axes.grid(True, which="major", alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    return drawn
+
+
+def _first_step(rows: Sequence[Row], target: float) -> float:
+    return next((row["step"] for row in rows if row["test_accuracy"] >= target), float("inf"))
 
 
 def _spread(rows: Sequence[Row], key: str, *, scale: float = 1, digits: int = 3) -> str:
