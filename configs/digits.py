@@ -24,6 +24,7 @@ def get_config(system: str | None = None) -> ConfigDict:
             "batch_size": 64,
             "eval_batch_size": 360,
             "eval_every": 25,
+            "checkpoint": {"every": 250, "keep": 2},
             "data": {"name": "digits"},
             "model": {
                 "name": "vit",
@@ -38,6 +39,8 @@ def get_config(system: str | None = None) -> ConfigDict:
                 **SYSTEMS[system].model,
             },
             "optimizer": {
+                "name": "adamw",
+                "schedule": "cosine",
                 "learning_rate": 3e-3,
                 "warmup_steps": 25,
                 "weight_decay": 1e-4,

@@ -2,31 +2,36 @@
 
     python experiments/train.py --config=configs/digits.py:osa --workdir=runs/osa
     python experiments/train.py --config=configs/digits.py:vit --workdir=runs/deep \
-        --config.model.depth=12 --config.optimizer.learning_rate=1e-3
+        --config.model.depth=12 --config.optimizer.learning_rate=1e-3 --config.ema_decay=0.99
+    python experiments/train.py --config=configs/digits.py:osa --workdir=runs/osa --resume
 
-The part of `--config` after the colon picks the system. Writes `config.json` and `metrics.jsonl`.
+The part of `--config` after the colon picks the system; every key of `run_settings` and of the
+functions behind its sections can be given, whether it is in the file or not. Writes `config.json`,
+`metrics.jsonl` and `checkpoints`. SIGTERM saves and ends the run; `--resume` goes on from the newest
+checkpoint, bit for bit as if the run had never stopped.
 """
 
-from absl import app, flags, logging
-from ml_collections import config_flags
+import time
 
-from osa_jax.training import Trainer, one_line_errors, run
+from absl import flags
+from rich.console import Console
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "The config file, with its argument.")
-_WORKDIR = flags.DEFINE_string("workdir", None, "A new folder for config and metrics.")
+from osa_jax.training import Trainer, define_config, run, run_program, summary_table
+
+_CONFIG = define_config()
+_WORKDIR = flags.DEFINE_string("workdir", None, "A new folder for config, metrics and checkpoints.")
+_RESUME = flags.DEFINE_bool("resume", False, "Go on with the run in the folder.")
 flags.mark_flags_as_required(["config", "workdir"])
 
 
-def main(_: list[str]) -> None:
-    """Train the config's model and print its last metrics."""
-    logging.set_verbosity(logging.WARNING)
-    with one_line_errors():
-        trainer = Trainer(_CONFIG.value)
-        print(f"Training {trainer.num_parameters:,} parameters for {trainer.config.num_steps} steps.")
-        last = run(trainer, seed=trainer.config.seed, workdir=_WORKDIR.value)[-1]
-        print(f"Test accuracy {100 * last['test_accuracy']:.1f} %, test loss {last['test_loss']:.3f}.")
-        print(f"Metrics: {_WORKDIR.value}/metrics.jsonl")
+def main() -> None:
+    """Train the config's model and print what came out."""
+    start = time.monotonic()
+    trainer = Trainer(_CONFIG.value)
+    print(f"Training {trainer.num_parameters:,} parameters for {trainer.num_steps} steps.")
+    rows = run(trainer, seed=trainer.config.seed, workdir=_WORKDIR.value, resume=_RESUME.value)
+    Console().print(summary_table(rows, seconds=time.monotonic() - start, workdir=_WORKDIR.value))
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run_program(main)

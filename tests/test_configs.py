@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from osa_jax.data import evaluation_batches
+from osa_jax.data import SOURCES, Dataset, Split, evaluation_batches
 from osa_jax.training import FIGURE_1, SYSTEMS, Trainer
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.py"))
@@ -23,20 +23,35 @@ def load_config(path, system=None):
 
 def small(config):
     """The same config, small enough to compile quickly."""
-    config.update({"num_steps": 1, "batch_size": 4, "optimizer": {"warmup_steps": 0}})
+    config.update({"num_steps": 1, "epochs": None, "batch_size": 4, "optimizer": {"warmup_steps": 0}})
     config.model.update({"width": 16, "depth": 2, "num_heads": 2})
     if config.model.qk_features:
         config.model.qk_features = 8
     return config.lock()
 
 
+@pytest.fixture(autouse=True)
+def random_mnist(monkeypatch):
+    """Random images in place of the files that configs name."""
+
+    def load(*, dir: str | None = None):
+        images = np.random.default_rng(0).normal(size=(40, 28, 28, 1)).astype(np.float32)
+        test = Split(images, np.arange(40, dtype=np.int32) % 10)
+        return Dataset(Split(*(np.concatenate([part] * 100) for part in test)), test, 10)
+
+    for name in ("mnist", "fashion_mnist"):
+        monkeypatch.setitem(SOURCES, name, load)
+
+
 def test_there_are_configs_to_test():
-    assert [path.name for path in CONFIGS] == ["digits.py"]
+    assert [path.name for path in CONFIGS] == ["digits.py", "fashion_mnist.py", "mnist.py"]
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-@pytest.mark.parametrize("system", SYSTEMS)
-def test_every_config_trains_a_step_in_every_system(path, system):
+EVERY_SYSTEM_ONCE = [(CONFIGS[0], system) for system in SYSTEMS] + [(path, "osa") for path in CONFIGS[1:]]
+
+
+@pytest.mark.parametrize("path, system", EVERY_SYSTEM_ONCE, ids=lambda value: getattr(value, "stem", value))
+def test_every_config_and_every_system_trains_a_step(path, system):
     trainer = Trainer(small(load_config(path, system)))
     (row,) = trainer.fit(0)
     # The classifier starts at zero, so the first loss is that of ten equal guesses.
@@ -48,10 +63,9 @@ def test_every_config_trains_a_step_in_every_system(path, system):
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_configs_build_at_full_size_and_differ_in_the_systems_switches_alone(path):
     plain = load_config(path).to_dict()
+    assert Trainer(load_config(path).lock()).num_parameters > 10_000
     for name, system in SYSTEMS.items():
-        config = load_config(path, name)
-        assert Trainer(config.lock()).num_parameters > 10_000
-        values = config.to_dict()
+        values = load_config(path, name).to_dict()
         assert values["model"] == plain["model"] | system.model
         assert values | {"model": None} == plain | {"model": None}
 
@@ -60,8 +74,8 @@ def test_configs_build_at_full_size_and_differ_in_the_systems_switches_alone(pat
 def test_a_locked_config_refuses_unknown_keys_and_unknown_systems(path):
     config = load_config(path).lock()
     assert isinstance(config, ConfigDict) and config.is_locked
-    with pytest.raises((AttributeError, KeyError), match="num_steps"):
-        config.num_stepz = 3
+    with pytest.raises((AttributeError, KeyError), match="batch_size"):
+        config.batch_sizes = 3
     with pytest.raises(ValueError, match="must be one of .*'osa_qr'.* got 'osa_rq'"):
         load_config(path, "osa_rq")
 
@@ -114,3 +128,17 @@ def test_dropout_draws_a_new_mask_at_every_step_and_none_in_evaluation():
     state, two = trainer.functions.train_step(state, images, labels)
     assert one["loss"] != two["loss"]
     np.testing.assert_allclose(trainer.functions.evaluate(state, batches)["loss"], first, rtol=1e-6)
+
+
+def test_bfloat16_computes_in_bfloat16_and_keeps_float32_parameters():
+    config = small(load_config(CONFIGS[0], "osa")).unlock()
+    config.update({"num_steps": 2, "eval_every": 1})
+    config.model.update({"depth": 1, "dtype": "bfloat16"})
+    trainer = Trainer(config)
+    assert {leaf.dtype for leaf in jax.tree.leaves(trainer.abstract_state.params)} == {np.dtype("float32")}
+    images = jax.ShapeDtypeStruct((3, 8, 8, 1), np.float32)
+    program = jax.make_jaxpr(trainer.functions.predict)(trainer.abstract_state, images)
+    assert "bf16[3,10]" in str(program) and program.out_avals[0].dtype == np.float32
+    first, second = trainer.fit(0)
+    np.testing.assert_allclose(first["train_loss"], np.log(10), rtol=1e-6)
+    assert np.isfinite(second["train_loss"]) and second["test_loss"] != pytest.approx(np.log(10), abs=1e-6)

@@ -3,17 +3,18 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
-from osa_jax.training import FIGURE_1, SYSTEMS
+from osa_jax.training import SYSTEMS
+from tests import kill
+from tests.helpers import ROOT
 
-ROOT = Path(__file__).parents[1]
 TINY = [
     "--config.model.depth=1",
     "--config.model.width=16",
@@ -49,21 +50,26 @@ def rows_of(path):
 
 
 @pytest.mark.slow
-def test_compare_smoke_writes_table_figure_and_every_run(tmp_path):
-    code, out, err = execute(
-        "compare.py",
-        f"--config={ROOT}/configs/digits.py",
-        f"--workdir={tmp_path}/a",
-        "--smoke",
-        *TINY,
-    )
+def test_compare_writes_table_figure_page_and_runs_and_resumes_with_what_is_missing(tmp_path):
+    arguments = ["compare.py", f"--config={ROOT}/configs/digits.py", f"--workdir={tmp_path}/a", "--smoke", *TINY]
+    code, out, err = execute(*arguments, "--systems=vit,osa")
     assert code == 0, err
+    metrics = tmp_path / "a" / "vit" / "seed0" / "metrics.jsonl"
+    before = metrics.read_bytes()
+    code, out, err = execute(*arguments, "--systems=vit,osa")
+    assert code == 1 and re.search(r"^Error: workdir .*/a/vit/seed0' already holds a run", err, re.M)
+
+    shutil.rmtree(tmp_path / "a" / "osa")
+    code, out, err = execute(*arguments, "--systems=vit,osa,e_spa", "--resume")
+    assert code == 0 and "Warning" not in err, err
+    assert metrics.read_bytes() == before  # timings and all: not run again
     table = (tmp_path / "a" / "results.md").read_text()
     assert table in out and f"{tmp_path}/a/curves.png" in out
     lines = table.splitlines()[2:]
-    assert [line.split(" | ")[0] for line in lines] == [f"| {SYSTEMS[name].label}" for name in FIGURE_1]
     assert (tmp_path / "a" / "curves.png").read_bytes().startswith(b"\x89PNG")
-    for name, line in zip(FIGURE_1, lines, strict=True):
+    page = (tmp_path / "a" / "report.html").read_text()
+    for name, line in zip(("vit", "osa", "e_spa"), lines, strict=True):
+        assert line.split(" | ")[0] == f"| {SYSTEMS[name].label}" and f"<td>{SYSTEMS[name].label}</td>" in page
         folder = tmp_path / "a" / name / "seed0"
         rows = rows_of(folder / "metrics.jsonl")
         assert [row["step"] for row in rows] == [2, 4]
@@ -73,9 +79,9 @@ def test_compare_smoke_writes_table_figure_and_every_run(tmp_path):
 
 
 @pytest.mark.slow
-def test_train_trains_and_refuses_to_overwrite(tmp_path):
+def test_train_trains_and_refuses_to_overwrite_and_its_model_is_evaluated_and_predicts(tmp_path):
     arguments = [
-        f"--config={ROOT}/configs/digits.py:osa",
+        f"--config={ROOT}/configs/digits.py:vit",
         f"--workdir={tmp_path}/run",
         "--config.num_steps=60",
         "--config.eval_every=30",
@@ -87,27 +93,72 @@ def test_train_trains_and_refuses_to_overwrite(tmp_path):
     rows = rows_of(tmp_path / "run" / "metrics.jsonl")
     assert [row["step"] for row in rows] == [30, 60]
     assert rows[1]["test_loss"] < rows[0]["test_loss"] < 2.3
-    assert f"Test accuracy {100 * rows[1]['test_accuracy']:.1f} %" in out
+    accuracy = 100 * rows[1]["test_accuracy"]
+    assert re.search(rf"Test accuracy +{accuracy:.1f} % \(best ", out) and f"{tmp_path}/run" in out
     assert "step 60/60, loss" in err
     code, out, err = execute("train.py", *arguments)
     assert code == 1 and re.search(r"^Error: workdir .*/run' already holds a run", err, re.M)
     assert rows_of(tmp_path / "run" / "metrics.jsonl") == rows
 
+    code, out, err = execute("evaluate.py", f"--workdir={tmp_path}/run", f"--figure={tmp_path}/c.png")
+    assert code == 0, err
+    assert f"test loss {rows[1]['test_loss']:.4f}, test accuracy {accuracy:.2f} %" in out
+    table = [re.findall(r"\d+(?= )|·", line)[1:11] for line in out.splitlines() if line.startswith("│")]
+    counts = [[int(cell.replace("·", "0")) for cell in line] for line in table]
+    assert sum(map(sum, counts)) == 360
+    assert sum(counts[i][i] for i in range(10)) == round(3.6 * accuracy)
+    assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
+
+    from PIL import Image
+    from sklearn.datasets import load_digits
+
+    pixels = 255 - load_digits().images[0] * 255 / 16
+    Image.fromarray(pixels.astype("uint8")).resize((64, 80)).save(tmp_path / "zero.png")
+    picture, figure = tmp_path / "zero.png", tmp_path / "p.png"
+    code, out, err = execute("predict.py", f"--workdir={tmp_path}/run", f"--figure={figure}", "--invert", picture)
+    assert code == 0, err
+    assert re.search(r"zero.png: 0 \(\d+\.\d %\), else \d", out)
+    assert figure.read_bytes().startswith(b"\x89PNG")
+
 
 @pytest.mark.parametrize(
-    "override, message",
+    "config, override, message",
     [
-        ("--config.model.widht=3", "widht"),
-        ("--config.model.width=wide", "wide"),
-        ("--config.model.width=-16", "width must be .*-16"),
-        ("--config.eval_every=0", "config.eval_every must be at least 1, got 0"),
-        ("--config.optimizer.warmup_steps=600", r"warmup_steps .* got 600"),
+        ("digits.py", "--config.optimizer.learning_rat=1", "config.optimizer.learning_rat .*mean 'learning_rate'"),
+        ("digits.py", "--config.optimiser.learning_rate=1", "config.optimiser .*mean 'optimizer'"),
+        ("digits.py", "--config.model.width=wide", "config.model.width=wide: invalid literal for int"),
+        ("digits.py", "--config.model.width=-16", "config.model: width must be .*-16"),
+        ("digits.py:vit", "--config.model.qk_features=8", "config.model.qk_features is not supported for overriding"),
+        ("digits.py:oas", "--resume", "system must be one of .*'osa'.*, got 'oas'"),
+        ("digit.py", "--resume", "No such file or directory: .*configs/digit.py"),
+        ("digits.py", "stray", "'stray' is no flag"),
     ],
 )
-def test_a_wrong_override_ends_at_once_with_the_key(override, message, tmp_path):
-    code, _, err = execute("train.py", f"--config={ROOT}/configs/digits.py", f"--workdir={tmp_path}/run", override)
-    assert code == 1 and re.search(message, err)
-    assert "step 1" not in err and not (tmp_path / "run").exists()
+def test_a_wrong_command_line_ends_at_once_with_one_line(config, override, message, tmp_path):
+    code, out, err = execute("train.py", f"--config={ROOT}/configs/{config}", f"--workdir={tmp_path}/run", override)
+    assert code == 1 and out == ""
+    (line,) = err.splitlines()
+    assert re.match(f"Error: .*{message}", line)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_run_killed_and_terminated_and_resumed_is_the_run_left_alone(tmp_path):
+    steps = "--config.num_steps=300"
+    alone, killed = tmp_path / "alone", tmp_path / "killed"
+    kill.finish(kill.start(alone, steps))
+    first, second = kill.kill_and_resume(killed, kills=2, num_steps=300)
+    assert 20 <= first < second < 300
+
+    process = kill.start(killed, steps, "--resume")
+    kill.wait_for_step(killed, second + kill.EVERY, process)
+    process.send_signal(signal.SIGTERM)
+    last = kill.finish(process).splitlines()[-1]
+    saved = int(re.fullmatch(r"Terminated: step (\d+) is saved, resume goes on from there.", last)[1])
+    assert kill.saved_steps(killed)[-1] == saved > second
+
+    kill.finish(kill.start(killed, steps, "--resume"))
+    kill.assert_same(killed, alone)
 
 
 @pytest.mark.slow

@@ -38,7 +38,9 @@ def test_the_wheel_holds_the_package_alone(tmp_path, metadata):
     text = zipfile.ZipFile(wheel).read(info).decode()
     core = re.findall(r"^Requires-Dist: (\w+)[^;\n]*$", text, re.M)
     assert sorted(core) == ["jax", "numpy"]
-    assert re.findall(r"^Provides-Extra: (\w+)$", text, re.M) == [*("train", "tfds", "test", "cuda", "tpu")]
+    assert re.findall(r"^Provides-Extra: (\w+)$", text, re.M) == [
+        *("train", "tensorboard", "tfds", "test", "cuda", "tpu")
+    ]
 
 
 def test_importing_the_package_brings_in_neither_flax_nor_a_data_set():

@@ -43,7 +43,7 @@ def test_it_prepares_from_idx_files_and_never_overwrites(tmp_path):
     assert out.splitlines()[-1] == (f"Use it with --config.data.name=fashion_mnist --config.data.dir={tmp_path}/out")
     dataset = SOURCES["fashion_mnist"](dir=f"{tmp_path}/out")
     np.testing.assert_array_equal(dataset.train.labels, splits["train"][1])
-    pixels = dataset.test.images[..., 0] * dataset.std + dataset.mean
+    pixels = 255 * (dataset.test.images[..., 0] * dataset.std + dataset.mean)
     np.testing.assert_allclose(pixels, splits["test"][0], atol=1e-3)
 
     before = contents(tmp_path / "out")

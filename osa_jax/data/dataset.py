@@ -16,9 +16,9 @@ class Split(NamedTuple):
 
 
 class Dataset(NamedTuple):
-    """A classification data set: the two splits, the number of classes, and what made the pixels.
+    """A classification data set: the two splits and the number of classes.
 
-    The images are `(x - mean) / std` of the pixels `x` that the source stores.
+    Pixels are `(x - mean) / std`, with `x` from 0 (black) to 1 (white).
     """
 
     train: Split
@@ -35,17 +35,18 @@ class Dataset(NamedTuple):
 
     @property
     def black(self) -> float:
-        """The value in the images of a pixel that the source stores as 0."""
+        """The value in the images of a black pixel."""
         return -self.mean / self.std
 
 
-def standardise(train: Split, test: Split, *, num_classes: int) -> Dataset:
+def standardise(train: Split, test: Split, *, num_classes: int, white: int = 255) -> Dataset:
     """Make pixels of mean 0 and standard deviation 1 over the training images: `(x - mean) / std`.
 
     Args:
       train: images `[N, H, W, C]` uint8, of which mean and standard deviation are taken.
       test: images uint8, which are transformed with the same two numbers.
       num_classes: the number of classes.
+      white: the value of a white pixel in the source; a black one is 0.
 
     Returns:
       A `Dataset` with images in float32.
@@ -65,4 +66,4 @@ def standardise(train: Split, test: Split, *, num_classes: int) -> Dataset:
     # One float for each of the 256 values that a pixel can have.
     table = ((np.arange(256) - mean) / std).astype(np.float32)
     train, test = (split._replace(images=table[split.images]) for split in (train, test))
-    return Dataset(train, test, num_classes, mean, std)
+    return Dataset(train, test, num_classes, mean / white, std / white)

@@ -37,4 +37,4 @@ def load() -> Dataset:
     def split(images: np.ndarray, labels: np.ndarray) -> Split:
         return Split(images[..., np.newaxis].astype(np.uint8), labels.astype(np.int32))
 
-    return standardise(split(train_images, train_labels), split(test_images, test_labels), num_classes=10)
+    return standardise(split(train_images, train_labels), split(test_images, test_labels), num_classes=10, white=16)

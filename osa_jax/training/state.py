@@ -1,10 +1,11 @@
-"""The state of a run, the pure steps that change and judge it, and their optimiser.
+"""The state of a run, and the pure steps that change and judge it.
 
 Shapes: `B` images of one batch, `C` classes, `K` batches of an evaluation.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,93 +14,76 @@ import optax
 from flax import nnx
 
 from osa_jax.data import Batches
+from osa_jax.data.augment import Augmentation
 from osa_jax.linalg import at_least_float32
 
 Array = jax.Array | np.ndarray
 Metrics = dict[str, jax.Array]
 CreateModel = Callable[..., nnx.Module]
+Apply = Callable[..., tuple[jax.Array, nnx.State]]
+BatchGradient = Callable[..., tuple[nnx.State, Any]]
+
+RUN_KEY = 2**31
+"""Folded into the seed's key for the run's; the model's own streams count from 0."""
 
 
 class TrainState(NamedTuple):
-    """Everything a step changes: parameters, the model's other state, the optimiser's state."""
+    """Everything a run changes as it goes; whole, it continues the run bit for bit.
+
+    `params`, the model's other state `rest` (counters, random streams), the optimiser's state,
+    `ema` (the moving average of the parameters, or None), `step` (steps done, int32) and `key`
+    (the run's typed random key, which never changes: a step's own keys are folded from it).
+    """
 
     params: nnx.State
     rest: nnx.State
     opt_state: optax.OptState
+    ema: nnx.State | None
+    step: jax.Array
+    key: jax.Array
+
+    @property
+    def judged(self) -> nnx.State:
+        """The parameters to evaluate: the moving average where there is one."""
+        return self.params if self.ema is None else self.ema
 
 
 class TrainFunctions(NamedTuple):
-    """The jitted functions of one system, compiled once for every seed."""
+    """The functions of one system, compiled once for every seed."""
 
     init: Callable[[jax.Array], TrainState]
     train_step: Callable[[TrainState, Array, Array], tuple[TrainState, Metrics]]
     evaluate: Callable[[TrainState, Batches], Metrics]
+    predict: Callable[[TrainState, Array], jax.Array]
 
 
-def make_optimizer(
+def make_train_functions(
+    create_model: CreateModel,
+    optimizer: optax.GradientTransformation,
     *,
-    num_steps: int,
-    learning_rate: float,
-    warmup_steps: int,
-    weight_decay: float = 0.0,
-    clip_norm: float = 1.0,
-) -> optax.GradientTransformation:
-    """AdamW with a linear warm-up, cosine decay to zero and clipping of the global norm.
-
-    Weight decay acts on arrays of two or more axes: never on biases, norms or attention scales.
-
-    Args:
-      num_steps: length of the whole run.
-      learning_rate: the schedule's peak, reached after the warm-up.
-      warmup_steps: steps of the linear warm-up, below `num_steps`.
-      weight_decay: AdamW's decoupled weight decay.
-      clip_norm: the largest global norm of a gradient.
-
-    Returns:
-      An optax transformation.
-
-    Raises:
-      ValueError: if a number is out of range.
-
-    Example:
-      >>> optimizer = make_optimizer(num_steps=10, learning_rate=1e-3, warmup_steps=2)
-      >>> sorted(optimizer._fields)
-      ['init', 'update']
-    """
-    if not 0 <= warmup_steps < num_steps:
-        raise ValueError(
-            f"warmup_steps must lie in [0, num_steps), got {warmup_steps} with "
-            f"num_steps={num_steps}: lengthen the run or shorten the warm-up."
-        )
-    for name, value, valid in (
-        ("learning_rate", learning_rate, 0 < learning_rate < float("inf")),
-        ("weight_decay", weight_decay, 0 <= weight_decay < float("inf")),
-        ("clip_norm", clip_norm, clip_norm > 0),
-    ):
-        if not valid:
-            raise ValueError(f"{name} must be a positive finite number, got {value}.")
-    schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, warmup_steps, num_steps)
-    decayed = lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params)  # noqa: E731
-    return optax.chain(
-        optax.clip_by_global_norm(clip_norm),
-        optax.adamw(schedule, weight_decay=weight_decay, mask=decayed),
-    )
-
-
-def make_train_functions(create_model: CreateModel, optimizer: optax.GradientTransformation) -> TrainFunctions:
-    """Split a model into its graph and its state, and build the jitted functions on the latter.
+    ema_decay: float | None = None,
+    accumulate_steps: int = 1,
+    augment: Augmentation | None = None,
+) -> TrainFunctions:
+    """Split a model into its graph and its state, and build the functions on the latter.
 
     `init(key)` draws the parameters, `train_step(state, images, labels)` takes one optimiser step
-    on the mean cross-entropy (it consumes its state), and `evaluate(state, batches)` returns the
-    weighted mean `loss` and `accuracy` over all batches. A train step's metrics are those of the
-    batch before the update: `loss`, `accuracy` and `gradient_norm` (before clipping). `init` is
-    not jitted: with jaxlib 0.10.2 and few cores, independent LAPACK calls in one program can wait
-    for each other for ever.
+    on the mean cross-entropy (it consumes its state), `evaluate(state, batches)` returns the
+    weighted mean `loss` and `accuracy` over all batches with the `confusion` counts `[C, C]` (true
+    class, predicted class), and `predict(state, images)` returns probabilities `[B, C]`. A train
+    step's metrics are those of the batch before the update: `loss`, `accuracy` and `gradient_norm`
+    (before clipping). `init` is not jitted: with jaxlib 0.10.2 and few cores, independent LAPACK
+    calls in one program can wait for each other for ever.
 
     Args:
       create_model: called as `create_model(rngs=nnx.Rngs(...))`; the model maps images
         `[B, H, W, channels]` to logits `[B, C]` and takes a keyword `deterministic`.
       optimizer: an optax transformation.
+      ema_decay: with a number d, `ema <- d ema + (1 - d) params` after every step, which `evaluate`
+        and `predict` use.
+      accumulate_steps: number of equal parts of a batch that are gone through one after another, in
+        less memory, for one step.
+      augment: changes a step's images by `augment(key, images)`, with a new key every step.
 
     Returns:
       `TrainFunctions`.
@@ -117,8 +101,8 @@ def make_train_functions(create_model: CreateModel, optimizer: optax.GradientTra
       >>> functions = make_train_functions(Linear, optax.sgd(0.1))
       >>> images, labels = jnp.ones((3, 2, 2, 1)), jnp.zeros(3, jnp.int32)
       >>> state, metrics = functions.train_step(functions.init(jax.random.key(0)), images, labels)
-      >>> sorted(metrics)
-      ['accuracy', 'gradient_norm', 'loss']
+      >>> sorted(metrics), int(state.step)
+      (['accuracy', 'gradient_norm', 'loss'], 1)
     """
     graph = nnx.graphdef(nnx.eval_shape(lambda: create_model(rngs=nnx.Rngs(0))))
 
@@ -130,37 +114,86 @@ def make_train_functions(create_model: CreateModel, optimizer: optax.GradientTra
     def init(key: jax.Array) -> TrainState:
         model = create_model(rngs=nnx.Rngs(key))
         params, rest = nnx.state(model, nnx.Param, ...)
-        return TrainState(params, rest, optimizer.init(params))
+        ema = None if ema_decay is None else jax.tree.map(jnp.copy, params)
+        run_key = jax.random.fold_in(key, RUN_KEY)
+        return TrainState(params, rest, optimizer.init(params), ema, jnp.zeros((), jnp.int32), run_key)
 
     def train_step(state: TrainState, images: Array, labels: Array) -> tuple[TrainState, Metrics]:
-        def loss_of(params: nnx.State) -> tuple[jax.Array, tuple[jax.Array, nnx.State]]:
-            logits, rest = apply(params, state.rest, images, deterministic=False)
-            losses, hits = judge(logits, labels)
-            return jnp.mean(losses), (jnp.mean(hits), rest)
-
-        (loss, (accuracy, rest)), gradient = jax.value_and_grad(loss_of, has_aux=True)(state.params)
+        if augment is not None:
+            images = augment(jax.random.fold_in(state.key, state.step), jnp.asarray(images))
+        gradient_of: BatchGradient = partial(_batch_gradient, apply, state.params)
+        if accumulate_steps > 1:
+            gradient_of = _accumulated(gradient_of, accumulate_steps)
+        rest, (gradient, metrics) = gradient_of(state.rest, images, labels)
         updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        norm = optax.tree.norm(gradient)
-        metrics = {"loss": loss, "accuracy": accuracy, "gradient_norm": norm}
-        return TrainState(params, rest, opt_state), metrics
+        ema = None if ema_decay is None else optax.incremental_update(params, state.ema, 1 - ema_decay)
+        metrics["gradient_norm"] = optax.tree.norm(gradient)
+        return TrainState(params, rest, opt_state, ema, state.step + 1, state.key), metrics
 
-    def evaluate(state: TrainState, batches: Batches) -> Metrics:
-        def totals(batch: Batches) -> Metrics:
-            logits, _ = apply(state.params, state.rest, batch.images, deterministic=True)
-            losses, hits = judge(logits, batch.labels)
-            weights = batch.weights
-            return {
-                "loss": jnp.sum(jnp.where(weights > 0, weights * losses, 0)),
-                "accuracy": jnp.sum(weights * hits),
-                "weight": jnp.sum(weights),
-            }
+    return TrainFunctions(
+        init,
+        jax.jit(train_step, donate_argnums=0),
+        jax.jit(partial(_evaluate, apply)),
+        jax.jit(partial(_predict, apply)),
+    )
 
-        sums = jax.tree.map(jnp.sum, jax.lax.map(totals, batches))
-        weight = sums.pop("weight")
-        return {name: total / weight for name, total in sums.items()}
 
-    return TrainFunctions(init, jax.jit(train_step, donate_argnums=0), jax.jit(evaluate))
+def _batch_gradient(
+    apply: Apply, params: nnx.State, rest: nnx.State, images: Array, labels: Array
+) -> tuple[nnx.State, tuple[nnx.State, Metrics]]:
+    """The model's other state after a batch, and the batch's gradient and metrics."""
+
+    def loss_of(params: nnx.State) -> tuple[jax.Array, tuple[Metrics, nnx.State]]:
+        logits, after = apply(params, rest, images, deterministic=False)
+        losses, hits = judge(logits, labels)
+        loss = jnp.mean(losses)
+        return loss, ({"loss": loss, "accuracy": jnp.mean(hits)}, after)
+
+    gradient, (metrics, after) = jax.grad(loss_of, has_aux=True)(params)
+    return after, (gradient, metrics)
+
+
+def _accumulated(gradient_of: BatchGradient, parts: int) -> BatchGradient:
+    """The same means over a whole batch, from one equal part of it after another."""
+
+    def accumulate(rest: nnx.State, *batch: Array) -> tuple[nnx.State, Any]:
+        split = jax.tree.map(lambda array: array.reshape(parts, -1, *array.shape[1:]), batch)
+
+        def add(carry: tuple[nnx.State, Any], part: tuple[Array, ...]) -> tuple[tuple[nnx.State, Any], None]:
+            rest, total = carry
+            rest, values = gradient_of(rest, *part)
+            return (rest, jax.tree.map(jnp.add, total, values)), None
+
+        _, values = jax.eval_shape(gradient_of, rest, *jax.tree.map(lambda array: array[0], split))
+        zeros = jax.tree.map(jnp.zeros_like, values)
+        (rest, total), _ = jax.lax.scan(add, (rest, zeros), split)
+        return rest, jax.tree.map(lambda value: value / parts, total)
+
+    return accumulate
+
+
+def _evaluate(apply: Apply, state: TrainState, batches: Batches) -> Metrics:
+    def totals(batch: Batches) -> Metrics:
+        logits, _ = apply(state.judged, state.rest, batch.images, deterministic=True)
+        losses, hits = judge(logits, batch.labels)
+        weights, classes = batch.weights, logits.shape[-1]
+        pairs = batch.labels * classes + jnp.argmax(logits, axis=-1)
+        return {
+            "loss": jnp.sum(jnp.where(weights > 0, weights * losses, 0)),
+            "accuracy": jnp.sum(weights * hits),
+            "confusion": jnp.bincount(pairs, weights, length=classes**2).reshape(classes, classes),
+            "weight": jnp.sum(weights),
+        }
+
+    sums = jax.tree.map(lambda parts: jnp.sum(parts, axis=0), jax.lax.map(totals, batches))
+    weight = sums.pop("weight")
+    return sums | {name: sums[name] / weight for name in ("loss", "accuracy")}
+
+
+def _predict(apply: Apply, state: TrainState, images: Array) -> jax.Array:
+    logits, _ = apply(state.judged, state.rest, images, deterministic=True)
+    return jax.nn.softmax(_at_least_float32(logits))
 
 
 def judge(logits: jax.Array, labels: Array) -> tuple[jax.Array, jax.Array]:
@@ -181,7 +214,11 @@ def judge(logits: jax.Array, labels: Array) -> tuple[jax.Array, jax.Array]:
       >>> [round(float(loss), 4) for loss in losses], hits.tolist()
       ([1.3863, 1.3863], [1.0, 0.0])
     """
-    logits = logits.astype(at_least_float32(logits.dtype))
+    logits = _at_least_float32(logits)
     losses = optax.losses.softmax_cross_entropy_with_integer_labels(logits, labels)
     hits = (jnp.argmax(logits, axis=-1) == labels).astype(logits.dtype)
     return losses, hits
+
+
+def _at_least_float32(logits: jax.Array) -> jax.Array:
+    return logits.astype(at_least_float32(logits.dtype))
