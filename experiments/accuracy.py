@@ -1,4 +1,4 @@
-"""Errors of every exact method against float64, as a Markdown table: `python experiments/accuracy.py`.
+"""Errors of every exact method against float64, as a Markdown table: `python -m experiments.accuracy`.
 
 For each family of inputs and each nu the table shows the largest error over the shapes, divided by
 its bound: below 1 the bound holds.

@@ -9,9 +9,16 @@ import pytest  # noqa: E402
 
 jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# Most tests run a large program once.
+jax.config.update("jax_disable_most_optimizations", True)
 
 
 @pytest.fixture(autouse=True)
-def compile_quickly(request):
-    """Most tests run a large program once; those marked `optimized` run what users run."""
-    jax.config.update("jax_disable_most_optimizations", request.node.get_closest_marker("optimized") is None)
+def optimisations(request):
+    """Tests marked `optimized` compile what users run."""
+    if request.node.get_closest_marker("optimized") is None:
+        yield
+        return
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
