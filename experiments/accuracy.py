@@ -12,9 +12,16 @@ from experiments import oracle
 from osa_jax import orthogonal_attention
 
 FLAGS = flags.FLAGS
-flags.DEFINE_list("methods", ["exact", "qr", "dense", "auto"], "Methods to measure.")
+METHODS = ["exact", "qr", "dense", "auto"]
+DTYPES = ["float32", "float64"]
+flags.DEFINE_list("methods", METHODS, "Methods to measure.")
 flags.DEFINE_list("widths", ["1", "2", "8", "64"], "Query-key widths D.")
-flags.DEFINE_list("dtypes", ["float32", "float64"], "Data types.")
+flags.DEFINE_list("dtypes", DTYPES, "Data types.")
+flags.register_validator("methods", lambda names: set(names) <= set(METHODS), f"--methods must be of {METHODS}.")
+flags.register_validator(
+    "widths", lambda sizes: all(s.isdigit() and int(s) for s in sizes), "--widths must be positive."
+)
+flags.register_validator("dtypes", lambda names: set(names) <= set(DTYPES), f"--dtypes must be of {DTYPES}.")
 flags.DEFINE_bool("quick", False, "One N above 2D for each width only.")
 
 
