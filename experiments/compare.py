@@ -10,23 +10,17 @@ versions and machine, in one file) and a folder for each run. `--resume` goes on
 that was interrupted: finished runs are read, a half-done one goes on, and the missing ones are run.
 """
 
-import time
-from pathlib import Path
-
 from absl import flags
-from ml_collections import ConfigDict
 
 from osa_jax.training import (
     FIGURE_1,
     SYSTEMS,
-    Trainer,
+    changed,
     define_config,
-    html_report,
-    plot_curves,
-    prepare_workdir,
-    results_table,
-    run,
+    run_grid,
     run_program,
+    system_variant,
+    write_report,
 )
 
 _CONFIG = define_config()
@@ -38,46 +32,17 @@ _RESUME = flags.DEFINE_bool("resume", False, "Go on with the comparison in the f
 _SMOKE = flags.DEFINE_bool("smoke", False, "A few steps and one seed, to see that it all works.")
 flags.mark_flags_as_required(["config", "workdir"])
 
-
-def of_system(config: ConfigDict, name: str) -> ConfigDict:
-    """The same config with the model's switches of one system."""
-    if name not in SYSTEMS:
-        raise ValueError(f"--systems must name systems of {', '.join(SYSTEMS)}, got {name!r}.")
-    config = ConfigDict(config.to_dict())
-    config.model.update(SYSTEMS[name].model)
-    if _SMOKE.value:
-        config.update({"num_steps": 4, "epochs": None, "eval_every": 2, "optimizer": {"warmup_steps": 1}})
-    return config
+_FEW_STEPS = {"num_steps": 4, "epochs": None, "eval_every": 2, "optimizer": {"warmup_steps": 1}}
 
 
 def main() -> None:
     """Train everything, then write and print the results."""
-    start = time.monotonic()
-    configs = {name: of_system(_CONFIG.value, name) for name in _SYSTEMS.value}
-    workdir = prepare_workdir(_WORKDIR.value, resume=_RESUME.value)
-    seeds = range(_CONFIG.value.seed, _CONFIG.value.seed + (1 if _SMOKE.value else _SEEDS.value))
-    runs = {}
-    for name, config in configs.items():
-        trainer, label = Trainer(config), SYSTEMS[name].label
-        runs[label] = []
-        for seed in seeds:
-            folder = workdir / name / f"seed{seed}"
-            begun = _RESUME.value and (folder / "config.json").exists()
-            runs[label].append(run(trainer, seed=seed, workdir=folder, label=label, resume=begun))
-        accuracy = ", ".join(f"{100 * rows[-1]['test_accuracy']:.1f}" for rows in runs[label])
-        print(f"{label}: test accuracy {accuracy} % ({time.monotonic() - start:.0f} s)")
-    write_results(runs, configs, workdir, len(seeds))
-
-
-def write_results(runs: dict, configs: dict, workdir: Path, num_seeds: int) -> None:
-    """Write table, figure and page, print the table and where they are."""
-    title = f"{_CONFIG.value.data.name}: mean and range over {num_seeds} seed(s)"
-    table, figure, page = results_table(runs, target=_TARGET.value), workdir / "curves.png", workdir / "report.html"
-    (workdir / "results.md").write_text(table + "\n")
-    plot_curves(runs, figure, title=title)
-    values = {SYSTEMS[name].label: config.to_dict() for name, config in configs.items()}
-    page.write_text(html_report(title=title, table=table, figures=[figure], configs=values))
-    print(f"\n{table}\n\nTable:  {workdir / 'results.md'}\nFigure: {figure}\nReport: {page}")
+    config = changed(_CONFIG.value, _FEW_STEPS if _SMOKE.value else {})
+    variants = {name: system_variant(config, name) for name in _SYSTEMS.value}
+    seeds = range(config.seed, config.seed + (1 if _SMOKE.value else _SEEDS.value))
+    runs = run_grid(variants, seeds=seeds, workdir=_WORKDIR.value, resume=_RESUME.value)
+    title = f"{config.data.name}: mean and range over {len(seeds)} seed(s)"
+    write_report(runs, variants, _WORKDIR.value, title=title, target=_TARGET.value)
 
 
 if __name__ == "__main__":

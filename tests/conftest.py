@@ -22,3 +22,14 @@ def optimisations(request):
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", True)
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """The figures that are saved, to look into after they are drawn."""
+    from matplotlib.figure import Figure
+
+    saved = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, path: (saved.append(self), save(self, path)))
+    return saved

@@ -9,7 +9,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from osa_jax.data import SOURCES, Dataset, Split, evaluation_batches
-from osa_jax.training import FIGURE_1, SYSTEMS, Trainer
+from osa_jax.training import FIGURE_1, SYSTEMS, Trainer, changed, system_of, system_variant
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.py"))
 
@@ -109,6 +109,21 @@ def test_the_systems_share_one_set_of_switches():
         orthogonal = system.model["attention"] == "orthogonal"
         assert orthogonal != ("qk_features" in system.model)
     assert len({system.label for system in SYSTEMS.values()}) == len(SYSTEMS)
+
+
+def test_a_system_is_told_by_its_switches_and_made_of_any_other():
+    for name in SYSTEMS:
+        model = load_config(CONFIGS[0], name).model
+        assert system_of(model) == name
+        for other in SYSTEMS:
+            label, config = system_variant(load_config(CONFIGS[0], other), name)
+            assert label == SYSTEMS[name].label and system_of(config.model) == name
+            assert system_variant(config, other).config.model.depth == model.depth
+    osa = load_config(CONFIGS[0], "osa")
+    assert system_of(changed(osa, {"model": {"activation_gain": "preserve"}}).model) is None
+    assert osa.model.activation_gain == 1.2  # The original stays.
+    with pytest.raises(ValueError, match="system must be one of .*'osa_qr'.* got 'osa_rq'"):
+        system_variant(osa, "osa_rq")
 
 
 def test_dropout_draws_a_new_mask_at_every_step_and_none_in_evaluation():

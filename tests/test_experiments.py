@@ -9,9 +9,10 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 
-from osa_jax.training import SYSTEMS
+from osa_jax.training import SYSTEMS, load_run
 from tests import kill
 from tests.helpers import ROOT
 
@@ -76,6 +77,51 @@ def test_compare_writes_table_figure_page_and_runs_and_resumes_with_what_is_miss
         assert f"| {100 * rows[-1]['test_accuracy']:.1f} |" in line
         model = json.loads((folder / "config.json").read_text())["model"]
         assert model["depth"] == 1 and SYSTEMS[name].model.items() <= model.items()
+
+
+@pytest.mark.slow
+def test_ablate_trains_every_value_and_rank_collapse_measures_what_was_trained(tmp_path):
+    arguments = [
+        f"--config={ROOT}/configs/digits.py:osa",
+        f"--workdir={tmp_path}/ablate",
+        "--axis=alpha",
+        "--seeds=1",
+        *("--config.num_steps=4", "--config.eval_every=2", "--config.optimizer.warmup_steps=1", *TINY),
+    ]
+    code, out, err = execute("ablate.py", *arguments, "--values=0.1,wide:fixed")
+    assert code == 1 and out == "" and re.fullmatch(r"Error: --values of alpha .*; got 'wide:fixed'.\n", err)
+    code, out, err = execute("ablate.py", *arguments, "--values=0.3,0.2:fixed")
+    assert code == 0, err
+    folder = tmp_path / "ablate" / "alpha"
+    table = (folder / "results.md").read_text()
+    lines = table.splitlines()
+    assert table in out and lines[0].startswith("| alpha | test accuracy") and len(lines) == 4
+    for value, line in zip(("0.3", "0.2:fixed"), lines[2:], strict=True):
+        rows = rows_of(folder / value.replace(":", "-") / "seed0" / "metrics.jsonl")
+        assert line.startswith(f"| {value} | {100 * rows[-1]['test_accuracy']:.1f} |")
+    page = (folder / "report.html").read_text()
+    assert page.count("<img") == 2 and all((folder / name).exists() for name in ("values.png", "curves.png"))
+    alphas = {value: load_run(folder / value / "seed0")[1].state.params for value in ("0.3", "0.2-fixed")}
+    alphas = {value: params["blocks"][0]["attention"]["alpha"][...] for value, params in alphas.items()}
+    assert (alphas["0.2-fixed"] == np.float32(0.2)).all()
+    assert (abs(alphas["0.3"] - 0.3) > 1e-4).all() and (abs(alphas["0.3"] - 0.3) < 0.1).all()
+
+    code, out, err = execute(
+        "rank_collapse.py",
+        f"--config={ROOT}/configs/digits.py",
+        *(f"--workdir={tmp_path}/collapse", "--systems=vit,osa", "--depths=2", "--seeds=1", "--images=3", *TINY[1:]),
+        f"--trained={folder}/0.3/seed0,{folder}/0.3/seed0",
+    )
+    assert code == 0, err
+    table = (tmp_path / "collapse" / "rank_collapse.md").read_text()
+    assert table in out
+    cells = [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
+    names = [["ViT", "depth 2"], ["OSA, exact", "depth 2"], ["OSA, exact", "depth 1, trained"]]
+    assert [line[:2] for line in cells] == names and err.splitlines()[-1] == "depth 1, trained: OSA, exact"
+    assert all(1 < float(rank) < 16 for line in cells for rank in line[2:4])
+    assert 90 < float(cells[1][4]) < 110  # Theorem 2.2, but for the two heads.
+    for name in ("rank_collapse.png", "spectra.png"):
+        assert (tmp_path / "collapse" / name).read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow

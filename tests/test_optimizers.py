@@ -90,9 +90,9 @@ def test_muon_leaves_what_is_no_kernel_to_adam():
         np.testing.assert_allclose(updates[layer][name], -size * np.sign(gradient[layer][name]), rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["adamw", "lion", "muon"])
-def test_the_factor_of_alpha_acts_on_alpha_alone(name):
+@pytest.mark.parametrize("name, factor", [("adamw", 4.0), ("lion", 4.0), ("muon", 4.0), ("adamw", 0.0)])
+def test_the_factor_of_alpha_acts_on_alpha_alone(name, factor):
     _, _, plain = first_updates(name=name, weight_decay=0.1)
-    _, _, scaled = first_updates(name=name, weight_decay=0.1, alpha_learning_rate_factor=4.0)
-    plain = plain | {"scale": {"alpha": 4 * plain["scale"]["alpha"]}}
+    _, _, scaled = first_updates(name=name, weight_decay=0.1, alpha_learning_rate_factor=factor)
+    plain = plain | {"scale": {"alpha": factor * plain["scale"]["alpha"]}}
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-12), scaled, plain)

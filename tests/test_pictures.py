@@ -60,12 +60,7 @@ def test_what_is_no_picture_is_named(tmp_path):
             read_picture(tmp_path / name, dataset(2, 3, 1))
 
 
-def test_the_figures_hold_the_numbers(tmp_path, monkeypatch):
-    from matplotlib.figure import Figure
-
-    figures = []
-    save = Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda self, path: (figures.append(self), save(self, path)))
+def test_the_figures_hold_the_numbers(tmp_path, figures):
     plot_confusion(np.array([[3, 0], [1, 2]]), tmp_path / "c.png", title="t")
     texts = {text.get_position(): text.get_text() for text in figures[0].axes[0].texts}
     assert texts == {(0, 0): "3", (0, 1): "1", (1, 1): "2"}

@@ -16,14 +16,15 @@ from rich.console import Console
 from osa_jax.data import Dataset, Split, batch_indices, evaluation_batches
 from osa_jax.training import (
     Trainer,
+    Variant,
     check_config,
     judge,
     make_optimizer,
     make_train_functions,
-    plot_curves,
     prepare_workdir,
-    results_table,
+    read_rows,
     run,
+    run_grid,
 )
 from osa_jax.training.progress import RunProgress
 from tests.helpers import run_python
@@ -164,6 +165,9 @@ def test_the_moving_average_follows_its_recurrence_and_is_what_is_evaluated():
         average = {name: 0.7 * average[name] + 0.3 * value for name, value in numpy_of(state.params).items()}
     for name, value in numpy_of(state.ema).items():
         np.testing.assert_allclose(value, average[name], rtol=1e-7)
+    model = functions.model(state)
+    np.testing.assert_array_equal(model.kernel[...], state.ema["kernel"][...])
+    assert int(model.calls[...]) == 4
     split = random_split(9)
     loss, _, _ = softmax_regression(numpy_of(state.ema), *split)
     metrics = functions.evaluate(state, evaluation_batches(split, batch_size=4))
@@ -225,7 +229,7 @@ def test_judge_is_float32_at_least():
         ({"learning_rate": float("nan")}, "learning_rate .* got nan"),
         ({"weight_decay": -1.0}, "weight_decay .* got -1.0"),
         ({"clip_norm": 0.0}, "clip_norm .* got 0.0"),
-        ({"alpha_learning_rate_factor": 0.0}, "alpha_learning_rate_factor .* got 0.0"),
+        ({"alpha_learning_rate_factor": -1.0}, "alpha_learning_rate_factor .*not negative, got -1.0"),
         ({"name": "adam"}, "name must be one of .*'adamw'.* got 'adam'"),
         ({"schedule": "cosin"}, "schedule must be one of .*'cosine'.* got 'cosin'"),
         ({"schedule": "wsd", "decay_fraction": 0.0}, r"decay_fraction must lie in \(0, 1\], got 0.0"),
@@ -319,6 +323,28 @@ def test_a_run_keeps_its_config_and_rows_and_refuses_a_second_one(tmp_path, caps
         run(trainer, seed=3, workdir=tmp_path / "a" / "b")
 
 
+@pytest.mark.usefixtures("linear_world")
+def test_a_grid_runs_what_is_missing_and_finds_a_wrong_config_before_the_first_run(tmp_path, capsys):
+    short = Variant("short", linear_config(num_steps=3))
+    wrong = Variant("wrong", linear_config(batch_size=-1))
+    with pytest.raises(ValueError, match="batch_size must be at least 1, got -1"):
+        run_grid({"a": short, "b": wrong}, seeds=[4, 6], workdir=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+    one = run_grid({"a": short}, seeds=[4], workdir=tmp_path)
+    accuracy = 100 * one["short"][0][-1]["test_accuracy"]
+    assert f"short: test accuracy {accuracy:.1f} % (" in capsys.readouterr().out
+    both = {"a": short, "b": Variant("long", linear_config())}
+    runs = run_grid(both, seeds=[4, 6], workdir=tmp_path, resume=True)
+    assert {label: [[row["step"] for row in rows] for rows in seeds] for label, seeds in runs.items()} == {
+        "short": [[3], [3]],
+        "long": [[3, 6, 7], [3, 6, 7]],
+    }
+    assert runs["short"][0] == one["short"][0]  # Timings and all: not run again.
+    assert runs["short"][1] == read_rows(tmp_path / "a" / "seed6")
+    assert json.loads((tmp_path / "a" / "seed6" / "config.json").read_text())["seed"] == 6
+
+
 def test_prepare_workdir_refuses_what_cannot_be_written(tmp_path):
     (tmp_path / "file").touch()
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
@@ -387,56 +413,6 @@ def test_progress_bar_on_a_terminal_shows_the_newest_numbers():
             progress.on_step(step, {"loss": jnp.float32(1 / step), "accuracy": jnp.float32(0.5)})
     text = screen.file.getvalue()
     assert "3/3" in text and "loss 0.333, accuracy 50.0 %" in text and "steps/s" in text
-
-
-def test_results_table_is_mean_and_standard_deviation_of_the_last_rows():
-    def rows(accuracy, loss, rate):
-        last = {"test_accuracy": accuracy, "test_loss": loss, "train_loss": loss / 2}
-        return [last | {"test_accuracy": 0.0, "steps_per_second": 1.0}] + [last | {"steps_per_second": rate}]
-
-    table = results_table({"A": [rows(0.9, 1.0, 10), rows(0.8, 3.0, 30)], "B": [rows(0.5, 2.0, 5)]})
-    assert table.splitlines()[2:] == [
-        "| A | 85.0 ± 7.1 | 2.000 ± 1.414 | 1.000 ± 0.707 | 20.0 |",
-        "| B | 50.0 | 2.000 | 1.000 | 5.0 |",
-    ]
-
-
-def test_results_table_tells_when_a_target_is_reached():
-    def rows(*accuracies):
-        values = {"test_loss": 1.0, "train_loss": 1.0, "steps_per_second": 1.0}
-        return [values | {"step": 10 * i, "test_accuracy": a} for i, a in enumerate(accuracies, 1)]
-
-    runs = {"A": [rows(0.5, 0.9, 0.8), rows(0.9, 0.9, 0.9)], "B": [rows(0.1, 0.2, 0.899)]}
-    table = results_table(runs, target=0.9).splitlines()
-    assert table[0].endswith("| steps to 90 % |") and table[1].count("---") == table[0].count("|") - 1
-    assert table[2].endswith("| 15 |") and "| 85.00 ± 7.07 |" in table[2]
-    assert table[3].endswith("| not reached |")
-
-
-@pytest.mark.parametrize("least, scale", [(1.0, "linear"), (1e-3, "log"), (0.0, "linear")])
-def test_curves_are_a_picture_of_the_runs(least, scale, tmp_path, monkeypatch):
-    from matplotlib.figure import Figure
-
-    figures = []
-    save = Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda self, path: (figures.append(self), save(self, path)))
-    seeds = [
-        [
-            {"step": s, "train_loss": least + (3 - s) * k, "test_loss": least + 2.0, "test_accuracy": 0.3 * s}
-            for s in (1, 2, 3)
-        ]
-        for k in (0.5, 1.0)
-    ]
-    plot_curves({"A": seeds, "B": seeds}, tmp_path / "curves.png", title="digits")
-    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-    train, test, error = figures[0].axes
-    np.testing.assert_allclose(train.lines[0].get_ydata(), least + np.array([1.5, 0.75, 0]))
-    np.testing.assert_allclose(test.lines[1].get_ydata(), [least + 2.0] * 3)
-    np.testing.assert_allclose(error.lines[0].get_ydata(), [70, 40, 10])
-    assert train.get_yscale() == test.get_yscale() == scale and len(train.collections) == 2
-    assert error.get_yscale() == "linear"
-    labels = [text.get_text() for text in figures[0].legends[0].get_texts()]
-    assert labels == ["A", "B"]
 
 
 INTERRUPTED = """

@@ -132,6 +132,27 @@ def check_config(config: ConfigDict) -> FrozenConfigDict:
     return FrozenConfigDict(_defaults(run_settings) | values)
 
 
+def changed(config: ConfigDict, changes: Mapping[str, Any]) -> ConfigDict:
+    """A copy of a config with other values, which may be of other types, and with new keys.
+
+    Args:
+      config: stays as it is.
+      changes: nested like the config.
+
+    Returns:
+      The copy, not locked.
+
+    Example:
+      >>> from ml_collections import ConfigDict
+      >>> changed(ConfigDict({"a": 1, "b": {"c": 2}}), {"b": {"c": "x", "d": 3}}).to_dict()
+      {'a': 1, 'b': {'c': 'x', 'd': 3}}
+    """
+    copy = ConfigDict(config.to_dict())
+    with copy.ignore_type():
+        copy.update(changes)
+    return copy
+
+
 def nearest(key: str, names: Iterable[str]) -> str:
     """The end of an error's line that helps with a misspelt name.
 

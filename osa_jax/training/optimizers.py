@@ -92,7 +92,7 @@ def make_optimizer(
       weight_decay: decoupled weight decay, times the learning rate.
       clip_norm: the largest global norm of a gradient.
       alpha_learning_rate_factor: factor on the learning rate of parameters named `alpha`, the
-        scales of attention.
+        scales of attention; 0 keeps them where they start.
 
     Returns:
       An optax transformation.
@@ -106,14 +106,16 @@ def make_optimizer(
       ['init', 'update']
     """
     _check_choice("name", name, get_args(Optimizer))
+    limit = float("inf")
     for key, value, valid in (
-        ("learning_rate", learning_rate, 0 < learning_rate < float("inf")),
-        ("weight_decay", weight_decay, 0 <= weight_decay < float("inf")),
-        ("clip_norm", clip_norm, clip_norm > 0),
-        ("alpha_learning_rate_factor", alpha_learning_rate_factor, 0 < alpha_learning_rate_factor < float("inf")),
+        ("learning_rate", learning_rate, 0 < learning_rate < limit),
+        ("clip_norm", clip_norm, 0 < clip_norm),
+        ("weight_decay", weight_decay, 0 <= weight_decay < limit),
+        ("alpha_learning_rate_factor", alpha_learning_rate_factor, 0 <= alpha_learning_rate_factor < limit),
     ):
         if not valid:
-            raise ValueError(f"{key} must be a positive finite number, got {value}.")
+            least = "positive" if key in ("learning_rate", "clip_norm") else "not negative"
+            raise ValueError(f"{key} must be finite and {least}, got {value}.")
     rate = make_schedule(
         schedule,
         num_steps=num_steps,

@@ -1,4 +1,4 @@
-"""The table and the figure that compare systems over seeds."""
+"""The table and the figures that compare systems, or values of one setting, over seeds."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,11 +16,12 @@ COLOURS = ("#000000", "#E69F00", "#D55E00", "#0072B2", "#56B4E9", "#009E73")
 STYLES = ("-", (0, (5, 1)), (0, (1, 1)), "-", (0, (5, 2)), (0, (3, 1, 1, 1)))
 
 
-def results_table(runs: Runs, *, target: float | None = None) -> str:
+def results_table(runs: Runs, *, heading: str = "system", target: float | None = None) -> str:
     """The last rows of every system as a Markdown table, mean and standard deviation over seeds.
 
     Args:
       runs: for each system's label the rows of each of its seeds.
+      heading: of the labels' column.
       target: a test accuracy in [0, 1]; a column tells the first evaluated step that reaches it, the
         median over seeds.
 
@@ -35,10 +36,10 @@ def results_table(runs: Runs, *, target: float | None = None) -> str:
       |---|---|---|---|---|
       | ViT | 85.0 ± 7.1 | 0.500 ± 0.000 | 0.250 ± 0.000 | 20.0 |
     """
-    heading = ["system", "test accuracy (%)", "test loss", "train loss", "steps/s"]
+    headings = [heading, "test accuracy (%)", "test loss", "train loss", "steps/s"]
     if target is not None:
-        heading.append(f"steps to {100 * target:g} %")
-    lines = [heading, ["---"] * len(heading)]
+        headings.append(f"steps to {100 * target:g} %")
+    lines = []
     for label, seeds in runs.items():
         last = [rows[-1] for rows in seeds]
         line = [label, _spread(last, "test_accuracy", scale=100, digits=1 if target is None else 2)]
@@ -48,9 +49,47 @@ def results_table(runs: Runs, *, target: float | None = None) -> str:
             steps = float(np.median([_first_step(rows, target) for rows in seeds]))
             line.append(f"{steps:.0f}" if np.isfinite(steps) else "not reached")
         lines.append(line)
-    return "\n".join(
-        "|" + "|".join(cells) + "|" if cells[0] == "---" else f"| {' | '.join(cells)} |" for cells in lines
-    )
+    return markdown_table(headings, lines)
+
+
+def markdown_table(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown.
+
+    Args:
+      headings: of the columns.
+      lines: the cells of each line.
+
+    Returns:
+      The table, without a line break at its end.
+
+    Example:
+      >>> print(markdown_table(["a", "b"], [["1", "2"]]))
+      | a | b |
+      |---|---|
+      | 1 | 2 |
+    """
+    rows = [f"| {' | '.join(cells)} |" for cells in (headings, *lines)]
+    return "\n".join([rows[0], "|" + "---|" * len(headings), *rows[1:]])
+
+
+def line_style(index: int) -> dict[str, Any]:
+    """Colour, style and width of a figure's line of that number.
+
+    Args:
+      index: the line's number, from 0; a second round through the colours has other styles.
+
+    Returns:
+      Keyword arguments of matplotlib's `plot`.
+
+    Example:
+      >>> line_style(0)["color"], line_style(6)["linestyle"] == line_style(0)["linestyle"]
+      ('#000000', False)
+    """
+    return {
+        "color": COLOURS[index % len(COLOURS)],
+        "linestyle": STYLES[(index + index // len(COLOURS)) % len(STYLES)],
+        "linewidth": max(1, 3 - 0.3 * index),
+    }
 
 
 def plot_curves(runs: Runs, path: str | Path, *, title: str) -> None:
@@ -84,6 +123,33 @@ def plot_curves(runs: Runs, path: str | Path, *, title: str) -> None:
     figure.savefig(path)
 
 
+def plot_values(runs: Runs, path: str | Path, *, title: str, axis: str) -> None:
+    """Draw the final test accuracy against the values of a setting: mean, range and every seed.
+
+    Args:
+      runs: for each value's label the rows of each of its seeds.
+      path: the PNG file to write.
+      title: the figure's title.
+      axis: what the values are of.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(max(5, 1 + 0.9 * len(runs)), 4.2), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    accuracy = [[100 * rows[-1]["test_accuracy"] for rows in seeds] for seeds in runs.values()]
+    for place, values in enumerate(accuracy):
+        axes.vlines(place, min(values), max(values), color=COLOURS[4], linewidth=4, alpha=0.5)
+        axes.plot([place] * len(values), values, "o", color=COLOURS[3], markersize=3)
+    axes.plot(range(len(runs)), [np.mean(values) for values in accuracy], "D", color=COLOURS[0])
+    axes.set(title=title, xlabel=axis, ylabel="Test accuracy (%), mean and range over seeds")
+    axes.set_xticks(range(len(runs)), list(runs))
+    axes.grid(True, which="major", alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)
+
+
 def _draw(axes: Any, name: str, runs: Runs, value: Callable[[Row], float]) -> list[np.ndarray]:
     """One panel; returns everything that was drawn."""
     drawn = []
@@ -91,10 +157,9 @@ def _draw(axes: Any, name: str, runs: Runs, value: Callable[[Row], float]) -> li
         steps = [row["step"] for row in seeds[0]]
         values = np.array([[value(row) for row in rows] for rows in seeds])
         drawn.append(values.ravel())
-        # A second round through the colours has other styles.
-        colour, style = COLOURS[index % len(COLOURS)], STYLES[(index + index // len(COLOURS)) % len(STYLES)]
-        axes.plot(steps, values.mean(0), label=label, color=colour, linestyle=style, linewidth=max(1, 3 - 0.3 * index))
-        axes.fill_between(steps, values.min(0), values.max(0), color=colour, alpha=0.15, linewidth=0)
+        style = line_style(index)
+        axes.plot(steps, values.mean(0), label=label, **style)
+        axes.fill_between(steps, values.min(0), values.max(0), color=style["color"], alpha=0.15, linewidth=0)
     axes.set(title=name, xlabel="Step")
     axes.grid(True, which="major", alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)

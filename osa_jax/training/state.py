@@ -49,12 +49,13 @@ class TrainState(NamedTuple):
 
 
 class TrainFunctions(NamedTuple):
-    """The functions of one system, compiled once for every seed."""
+    """The functions of one system; the steps are compiled once for every seed."""
 
     init: Callable[[jax.Array], TrainState]
     train_step: Callable[[TrainState, Array, Array], tuple[TrainState, Metrics]]
     evaluate: Callable[[TrainState, Batches], Metrics]
     predict: Callable[[TrainState, Array], jax.Array]
+    model: Callable[[TrainState], nnx.Module]
 
 
 def make_train_functions(
@@ -72,8 +73,9 @@ def make_train_functions(
     weighted mean `loss` and `accuracy` over all batches with the `confusion` counts `[C, C]` (true
     class, predicted class), and `predict(state, images)` returns probabilities `[B, C]`. A train
     step's metrics are those of the batch before the update: `loss`, `accuracy` and `gradient_norm`
-    (before clipping). `init` is not jitted: with jaxlib 0.10.2 and few cores, independent LAPACK
-    calls in one program can wait for each other for ever.
+    (before clipping). `model(state)` is the model itself, with the parameters that are judged.
+    `init` is not jitted: with jaxlib 0.10.2 and few cores, independent LAPACK calls in one program
+    can wait for each other for ever.
 
     Args:
       create_model: called as `create_model(rngs=nnx.Rngs(...))`; the model maps images
@@ -118,6 +120,9 @@ def make_train_functions(
         run_key = jax.random.fold_in(key, RUN_KEY)
         return TrainState(params, rest, optimizer.init(params), ema, jnp.zeros((), jnp.int32), run_key)
 
+    def model_of(state: TrainState) -> nnx.Module:
+        return nnx.merge(graph, state.judged, state.rest, copy=True)
+
     def train_step(state: TrainState, images: Array, labels: Array) -> tuple[TrainState, Metrics]:
         if augment is not None:
             images = augment(jax.random.fold_in(state.key, state.step), jnp.asarray(images))
@@ -136,6 +141,7 @@ def make_train_functions(
         jax.jit(train_step, donate_argnums=0),
         jax.jit(partial(_evaluate, apply)),
         jax.jit(partial(_predict, apply)),
+        model_of,
     )
 
 

@@ -1,6 +1,11 @@
 """What is compared: one vision transformer, told apart by its switches alone."""
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
+
+from ml_collections import ConfigDict
+
+from osa_jax.training.config import changed
 
 
 class System(NamedTuple):
@@ -48,3 +53,50 @@ SYSTEMS: dict[str, System] = {
 
 # The systems of the paper's own experiment, a name each.
 FIGURE_1 = ("vit", "vit_no_skip", "vit_no_skip_no_norm", "osa", "osa_qr", "osa_newton_schulz")
+
+
+class Variant(NamedTuple):
+    """One line of a comparison: its name in tables and figures, and what is trained."""
+
+    label: str
+    config: ConfigDict
+
+
+def system_variant(config: ConfigDict, name: str) -> Variant:
+    """The same config with the model's switches of one system.
+
+    Args:
+      config: with a section `model`; stays as it is.
+      name: a key of `SYSTEMS`.
+
+    Returns:
+      The system's label and config.
+
+    Raises:
+      ValueError: if there is no such system.
+
+    Example:
+      >>> variant = system_variant(ConfigDict({"model": {"depth": 6, "skip": True}}), "osa")
+      >>> variant.label, variant.config.model.depth, variant.config.model.skip
+      ('OSA, exact', 6, False)
+    """
+    if name not in SYSTEMS:
+        raise ValueError(f"The system must be one of {sorted(SYSTEMS)}, got {name!r}.")
+    return Variant(SYSTEMS[name].label, changed(config, {"model": SYSTEMS[name].model}))
+
+
+def system_of(model: Mapping[str, Any]) -> str | None:
+    """The name of the system whose switches a model has.
+
+    Args:
+      model: the section `model` of a config.
+
+    Returns:
+      A key of `SYSTEMS`, or None if the switches are those of none.
+
+    Example:
+      >>> system_of({"depth": 6, **SYSTEMS["osa"].model}), system_of({"depth": 6})
+      ('osa', None)
+    """
+    switches = dict(model).items()
+    return next((name for name, system in SYSTEMS.items() if system.model.items() <= switches), None)
