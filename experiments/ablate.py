@@ -84,7 +84,7 @@ def main() -> None:
     variants = {value.replace(":", "-"): variant(value) for value in values}
     seeds = range(config.seed, config.seed + _SEEDS.value)
     runs = run_grid(variants, seeds=seeds, workdir=workdir, resume=_RESUME.value)
-    title = f"{config.data.name}: {axis}, {len(seeds)} seed(s)"
+    title = f"{config.data.name}: {axis}, {len(seeds)} seed{'s' * (len(seeds) > 1)}"
     figure = workdir / "values.png"
     plot_values(runs, figure, title=title, axis=axis)
     write_report(runs, variants, workdir, title=title, heading=axis, target=_TARGET.value, figures=[figure])

@@ -41,7 +41,7 @@ def main() -> None:
     variants = {name: system_variant(config, name) for name in _SYSTEMS.value}
     seeds = range(config.seed, config.seed + (1 if _SMOKE.value else _SEEDS.value))
     runs = run_grid(variants, seeds=seeds, workdir=_WORKDIR.value, resume=_RESUME.value)
-    title = f"{config.data.name}: mean and range over {len(seeds)} seed(s)"
+    title = f"{config.data.name}, " + ("one seed" if len(seeds) == 1 else f"mean and range over {len(seeds)} seeds")
     write_report(runs, variants, _WORKDIR.value, title=title, target=_TARGET.value)
 
 

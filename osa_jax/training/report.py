@@ -104,6 +104,7 @@ def plot_curves(runs: Runs, path: str | Path, *, title: str) -> None:
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator
 
     figure = Figure(figsize=(13, 4.6), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
@@ -118,6 +119,9 @@ def plot_curves(runs: Runs, path: str | Path, *, title: str) -> None:
         everything = np.concatenate(values)
         if everything.min() > 0 and everything.max() > 10 * everything.min():
             axes.set_yscale("log")
+            axes.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.yaxis.set_minor_formatter("{x:g}")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
     figure.savefig(path)
