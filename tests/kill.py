@@ -20,7 +20,8 @@ from pathlib import Path
 import jax
 import numpy as np
 
-ROOT = Path(__file__).parents[1]
+from tests.helpers import ROOT
+
 EVERY = 20
 SMALL = [
     f"--config={ROOT}/configs/digits.py:vit",

@@ -8,7 +8,7 @@ projections, its kernels how they start.
 | `softmax` | `A V` | |
 | `value_skipinit` | `(a I + b A) V` | a = 1, b = 0 |
 | `shaped` | `(a I + b A - g C) V` with `C = 1 1^T / N` | a = b = g = 1, W^Q = 0: the identity |
-| `e_spa` | `D softmax(Q K^T / sqrt(D) + B) V` | W^Q = 0: the matrix of `exponential_decay` |
+| `e_spa` | `diag(r) softmax(Q K^T / sqrt(D) + B) V` | W^Q = 0: the matrix of `exponential_decay` |
 | `ns_attention` | `||H|| p(H / ||H||)` with `H = A V` | |
 
 Shape legend: `N` tokens, `H` heads, `D` head width, `F` features.
@@ -78,9 +78,9 @@ class CombinedAttention(nnx.Module):
 
 
 class ExponentialAttention(nnx.Module):
-    """E-SPA: `D softmax(Q K^T / sqrt(D) + B) V`, at `Q = 0` the matrix of `exponential_decay`.
+    """E-SPA: `diag(r) softmax(Q K^T / sqrt(D) + B) V`, at `Q = 0` the matrix of `exponential_decay`.
 
-    It has no parameters: B and the diagonal D are constants of the layer and the number of tokens.
+    It has no parameters: B and r are constants of the layer and the number of tokens.
 
     Args:
       layer: the layer's number, from 1 to `depth`.

@@ -34,11 +34,11 @@ def run_grid(
     """
     start = time.monotonic()
     folder = prepare_workdir(workdir, resume=resume)
-    for variant in variants.values():
-        Trainer(variant.config)  # What is wrong in the last config shows now, not after hours.
+    # All of them first: what is wrong in the last config shows now, not after hours.
+    trainers = {name: Trainer(variant.config) for name, variant in variants.items()}
     runs: dict[str, list[list[Row]]] = {}
-    for name, (label, config) in variants.items():
-        trainer = Trainer(config)
+    for name, trainer in trainers.items():
+        label = variants[name].label
         runs[label] = []
         for seed in seeds:
             own = folder / name / f"seed{seed}"

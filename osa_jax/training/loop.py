@@ -4,14 +4,14 @@ import contextlib
 import functools
 import math
 import time
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from osa_jax.data import SOURCES, batch_indices, evaluation_batches, make_augmentation
+from osa_jax.data import SOURCES, Dataset, batch_indices, evaluation_batches, make_augmentation
 from osa_jax.models import MODELS
 from osa_jax.training.config import check_config
 from osa_jax.training.optimizers import make_optimizer
@@ -58,7 +58,7 @@ class Trainer:
     def __init__(self, config: ConfigDict) -> None:
         self.config = check_config(config)
         data, model = self.config.data.to_dict(), self.config.model.to_dict()
-        self.dataset = SOURCES[data.pop("name")](**data)
+        self.dataset = _load(SOURCES[data.pop("name")], **data)
         create_model = functools.partial(
             MODELS[model.pop("name")],
             image_shape=self.dataset.image_shape,
@@ -141,6 +141,12 @@ class Trainer:
             yield Moment(Snapshot(step, state, window), metrics, row)
             if row is not None:
                 timed_steps, began = 0, time.perf_counter()
+
+
+@functools.lru_cache(maxsize=1)
+def _load(source: Callable[..., Dataset], **options: Any) -> Dataset:
+    """The data set, read once for all trainers of a comparison."""
+    return source(**options)
 
 
 @contextlib.contextmanager
