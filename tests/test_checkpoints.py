@@ -1,12 +1,10 @@
 """A run that stops and goes on is the run that never stopped; what stops it, and what is refused."""
 
 import json
-import resource
 import shutil
 import signal
 import struct
 import sys
-import threading
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +14,9 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from osa_jax.data import Dataset, Split
-from osa_jax.training import Checkpoints, Records, Terminated, Trainer, load_run, one_line_errors, read_rows, run
+from osa_jax.training import Checkpoints, Records, Terminated, Trainer, load_run, read_rows, run
 from osa_jax.training.progress import RunProgress
+from tests.helpers import run_python
 from tests.kill import arrays, assert_same, saved_steps
 
 
@@ -223,19 +222,25 @@ def test_the_newest_and_the_best_checkpoints_are_kept(tmp_path):
     assert load_run(tmp_path, best=False)[1].step == 12
 
 
-def test_a_checkpoint_that_cannot_be_written_ends_the_run(trainer, tmp_path, capsys, monkeypatch):
-    """No file may grow beyond 1,000 bytes, as on a full disk."""
-    monkeypatch.setattr(threading, "excepthook", lambda _: None)
-    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
-    try:
-        with pytest.raises(SystemExit) as stop, one_line_errors():
-            run(trainer, seed=3, workdir=tmp_path / "run")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert stop.value.code == 1
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("Error: ")]
+FULL = """
+import resource, signal, sys
+from experiments import train
+from osa_jax.training import run_program
+from tests.kill import SMALL
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (3000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+sys.argv = ["train.py", "--workdir={workdir}", *SMALL, "--config.num_steps=40"]
+run_program(train.main)
+"""
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_run(tmp_path):
+    """No file may grow beyond 3,000 bytes, as on a full disk: one line, and no trace of any thread."""
+    result = run_python(FULL.format(workdir=tmp_path / "run"))
+    assert result.returncode == 1, result.stderr
+    assert "Traceback" not in result.stderr and "ignored" not in result.stderr
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("Error: ")]
     assert "checkpoint" in line and "could not be written: " in line
     assert saved_steps(tmp_path / "run") == []
 
