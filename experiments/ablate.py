@@ -19,6 +19,9 @@ from absl import flags
 from osa_jax.training import Variant, changed, define_config, plot_values, run_grid, run_program, write_report
 
 
+FACTOR = "alpha_learning_rate_factor"
+
+
 class Axis(NamedTuple):
     """What is varied: its default values, and what one of them changes in the config."""
 
@@ -27,10 +30,10 @@ class Axis(NamedTuple):
 
 
 def alpha(value: str) -> dict:
-    """The scale's start, trained for every head; `0.1:fixed` stays there."""
+    """The scale's start, trained for every head; `0.1:layer` is one for a layer's heads, `0.1:fixed` stays there."""
     start, _, kind = value.partition(":")
-    optimizer = {"": {}, "fixed": {"alpha_learning_rate_factor": 0.0}}[kind]
-    return {"model": {"alpha": float(start)}, "optimizer": optimizer}
+    model, optimizer = {"": ({}, {}), "layer": ({"share_alpha": True}, {}), "fixed": ({}, {FACTOR: 0.0})}[kind]
+    return {"model": {"alpha": float(start), **model}, "optimizer": optimizer}
 
 
 def method(value: str) -> dict:
@@ -48,7 +51,7 @@ def activation(value: str) -> dict:
 
 
 AXES = {
-    "alpha": Axis("0.02,0.05,0.1,0.2,0.5,0.02:fixed,0.1:fixed,0.5:fixed", alpha),
+    "alpha": Axis("0.02,0.05,0.1,0.2,0.5,0.1:layer,0.02:fixed,0.1:fixed,0.5:fixed", alpha),
     "method": Axis("exact,qr,newton_schulz:2,newton_schulz:4,newton_schulz:8", method),
     "head_init": Axis("joint,independent", lambda value: {"model": {"head_init": value}}),
     "activation": Axis("1.0,1.1,1.2,1.3,1.4,preserve,dks,tat", activation),

@@ -90,20 +90,21 @@ def test_ablate_trains_every_value_and_rank_collapse_measures_what_was_trained(t
     ]
     code, out, err = execute("ablate.py", *arguments, "--values=0.1,wide:fixed")
     assert code == 1 and out == "" and re.fullmatch(r"Error: --values of alpha .*; got 'wide:fixed'.\n", err)
-    code, out, err = execute("ablate.py", *arguments, "--values=0.3,0.2:fixed")
+    code, out, err = execute("ablate.py", *arguments, "--values=0.3,0.2:fixed,0.3:layer")
     assert code == 0, err
     folder = tmp_path / "ablate" / "alpha"
     table = (folder / "results.md").read_text()
     lines = table.splitlines()
-    assert table in out and lines[0].startswith("| alpha | test accuracy") and len(lines) == 4
-    for value, line in zip(("0.3", "0.2:fixed"), lines[2:], strict=True):
+    assert table in out and lines[0].startswith("| alpha | test accuracy") and len(lines) == 5
+    for value, line in zip(("0.3", "0.2:fixed", "0.3:layer"), lines[2:], strict=True):
         rows = rows_of(folder / value.replace(":", "-") / "seed0" / "metrics.jsonl")
         assert line.startswith(f"| {value} | {100 * rows[-1]['test_accuracy']:.1f} |")
     page = (folder / "report.html").read_text()
     assert page.count("<img") == 2 and all((folder / name).exists() for name in ("values.png", "curves.png"))
-    alphas = {value: load_run(folder / value / "seed0")[1].state.params for value in ("0.3", "0.2-fixed")}
+    alphas = {value: load_run(folder / value / "seed0")[1].state.params for value in ("0.3", "0.2-fixed", "0.3-layer")}
     alphas = {value: params["blocks"][0]["attention"]["alpha"][...] for value, params in alphas.items()}
     assert (alphas["0.2-fixed"] == np.float32(0.2)).all()
+    assert alphas["0.3"].shape == (2,) and alphas["0.3-layer"].shape == ()
     assert (abs(alphas["0.3"] - 0.3) > 1e-4).all() and (abs(alphas["0.3"] - 0.3) < 0.1).all()
 
     code, out, err = execute(

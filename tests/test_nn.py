@@ -89,6 +89,18 @@ def test_parameters_follow_flax():
     assert jax.tree.map(lambda p: (p.shape, p.dtype), linen) == jax.tree.map(lambda p: (p.shape, p.dtype), PARAMS)
 
 
+def test_heads_may_share_one_scale():
+    alpha = np.float64(0.3)
+    expected = numpy_attention(PARAMS | {"alpha": np.full(HEADS, alpha)}, X)
+    layer = layer_nnx(share_alpha=True)
+    assert layer.alpha.shape == ()
+    nnx.update(layer, PARAMS | {"alpha": alpha})
+    close(layer(X64), expected)
+    linen = layer_linen(share_alpha=True)
+    assert jax.eval_shape(linen.init, jax.random.key(0), X64)["params"]["alpha"].shape == ()
+    close(linen.apply({"params": PARAMS | {"alpha": alpha}}, X64), expected)
+
+
 @pytest.mark.parametrize("method", ["exact", "qr", "newton_schulz", "dense", "auto"])
 def test_both_layers_give_the_same_numbers_for_every_method(method):
     options = {"method": method}

@@ -61,6 +61,7 @@ class ViT(nnx.Module):
       init: `standard`, `orthogonal` or `cutting_the_skip`.
       head_init: `joint` or `independent` value and output kernels of the orthogonal initialisation.
       alpha: start value of orthogonal attention's scale.
+      share_alpha: whether the heads of a layer share one scale.
       activation: `gelu`, `relu`, `silu` or `tanh`.
       activation_gain: factor on the activation, `preserve` for the one that keeps the mean square
         of a standard normal input.
@@ -108,6 +109,7 @@ class ViT(nnx.Module):
         init: Init = "standard",
         head_init: HeadInit = "joint",
         alpha: float = 0.1,
+        share_alpha: bool = False,
         activation: str = "gelu",
         activation_gain: float | Literal["preserve"] = 1.0,
         activation_shaping: Shaping = "none",
@@ -151,6 +153,7 @@ class ViT(nnx.Module):
                 width,
                 qk_features=qk_features,
                 alpha=alpha,
+                share_alpha=share_alpha,
                 head_init=head_init,
                 method=method,
                 num_iters=num_iters,

@@ -22,8 +22,8 @@ class OrthogonalSelfAttention(nnx.Module):
 
     `sum_h A_h(X) X W^V_h W^O_h` with `A_h = exp(alpha_h / sqrt(D) (Q_h K_h^T - K_h Q_h^T))`, and no
     softmax anywhere. Parameters are `query`, `key` and `value` with kernels `[F, H, D]`, `out` with
-    kernel `[H, D, F]`, and `alpha` with shape `[H]`. The projections have no bias unless asked for,
-    as in the paper; Flax's own layer has one.
+    kernel `[H, D, F]`, and `alpha` with shape `[H]`, `[]` where the heads share it. The
+    projections have no bias unless asked for, as in the paper; Flax's own layer has one.
 
     Dropout acts on the output alone. There is none on the attention matrix: dropping its entries
     would end its orthogonality, which is what the layer is for.
@@ -37,6 +37,7 @@ class OrthogonalSelfAttention(nnx.Module):
       qk_features: total width of queries and keys, by default `qkv_features`. It alone sets the
         cost of the exponential, and it may be far smaller.
       alpha: start value of the trainable scale of every head; small means A near the identity.
+      share_alpha: whether the heads of a layer share one scale.
       head_init: how value and output kernels start. `joint` slices one Haar draw over the heads, so
         that `sum_h W^V_h W^O_h` has condition number 1 when `qkv_features` is at most `in_features`
         and `out_features`; `independent` draws per head.
@@ -78,6 +79,7 @@ class OrthogonalSelfAttention(nnx.Module):
         *,
         qk_features: int | None = None,
         alpha: float = 0.1,
+        share_alpha: bool = False,
         head_init: common.HeadInit = "joint",
         method: Method = "exact",
         num_iters: int | None = None,
@@ -133,7 +135,7 @@ class OrthogonalSelfAttention(nnx.Module):
             axis=(-2, -1),
             kernel_init=inits.out,
         )
-        self.alpha = nnx.Param(jnp.full((num_heads,), alpha, param_dtype))
+        self.alpha = nnx.Param(jnp.full(() if share_alpha else (num_heads,), alpha, param_dtype))
         drops = dropout_rate > 0
         self.dropout = nnx.Dropout(
             dropout_rate,

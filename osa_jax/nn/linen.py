@@ -23,8 +23,9 @@ class OrthogonalSelfAttention(linen.Module):
 
     `sum_h A_h(X) X W^V_h W^O_h` with `A_h = exp(alpha_h / sqrt(D) (Q_h K_h^T - K_h Q_h^T))`. The
     same parameters under the same names give the same numbers as the NNX layer: `query`, `key` and
-    `value` with kernels `[F, H, D]`, `out` with kernel `[H, D, F]`, and `alpha` with shape `[H]`.
-    The projections have no bias unless asked for, as in the paper; Flax's own layer has one.
+    `value` with kernels `[F, H, D]`, `out` with kernel `[H, D, F]`, and `alpha` with shape `[H]`,
+    `[]` where the heads share it. The projections have no bias unless asked for, as in the paper;
+    Flax's own layer has one.
 
     Dropout acts on the output alone. There is none on the attention matrix: dropping its entries
     would end its orthogonality, which is what the layer is for.
@@ -38,6 +39,7 @@ class OrthogonalSelfAttention(linen.Module):
       qk_features: total width of queries and keys, by default `qkv_features`. It alone sets the
         cost of the exponential, and it may be far smaller.
       alpha: start value of the trainable scale of every head; small means A near the identity.
+      share_alpha: whether the heads of a layer share one scale.
       head_init: how value and output kernels start. `joint` slices one Haar draw over the heads,
         so that `sum_h W^V_h W^O_h` has condition number 1 when `qkv_features` is at most the
         features of input and output; `independent` draws per head.
@@ -73,6 +75,7 @@ class OrthogonalSelfAttention(linen.Module):
     out_features: int | None = None
     qk_features: int | None = None
     alpha: float = 0.1
+    share_alpha: bool = False
     head_init: common.HeadInit = "joint"
     method: Method = "exact"
     num_iters: int | None = None
@@ -149,11 +152,12 @@ class OrthogonalSelfAttention(linen.Module):
             precision=self.precision,
         )
         query_key, value = (self.num_heads, widths.query_key), (self.num_heads, widths.value)
+        scales = () if self.share_alpha else (self.num_heads,)
         attended = orthogonal_attention(
             dense(query_key, kernel_init=inits.query, name="query")(x),
             dense(query_key, kernel_init=inits.key, name="key")(x),
             dense(value, kernel_init=inits.value, name="value")(x),
-            alpha=self.param("alpha", constant(self.alpha), (self.num_heads,), self.param_dtype),
+            alpha=self.param("alpha", constant(self.alpha), scales, self.param_dtype),
             mask=mask,
             method=self.method,
             num_iters=self.num_iters,
