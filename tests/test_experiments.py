@@ -90,9 +90,14 @@ def test_ablate_trains_every_value_and_rank_collapse_measures_what_was_trained(t
     ]
     code, out, err = execute("ablate.py", *arguments, "--values=0.1,wide:fixed")
     assert code == 1 and out == "" and re.fullmatch(r"Error: --values of alpha .*; got 'wide:fixed'.\n", err)
-    code, out, err = execute("ablate.py", *arguments, "--values=0.3,0.2:fixed,0.3:layer")
+    code, out, err = execute("ablate.py", *arguments, "--values=0.3")
     assert code == 0, err
     folder = tmp_path / "ablate" / "alpha"
+    finished = (folder / "0.3" / "seed0" / "metrics.jsonl").read_text()
+    code, out, err = execute("ablate.py", *arguments, "--values=0.3,0.2:fixed,0.3:layer", "--resume")
+    assert code == 0, err
+    # Timings and all: it was not run again.
+    assert (folder / "0.3" / "seed0" / "metrics.jsonl").read_text() == finished
     table = (folder / "results.md").read_text()
     lines = table.splitlines()
     assert table in out and lines[0].startswith("| alpha | test accuracy") and len(lines) == 5
@@ -107,6 +112,12 @@ def test_ablate_trains_every_value_and_rank_collapse_measures_what_was_trained(t
     assert alphas["0.3"].shape == (2,) and alphas["0.3-layer"].shape == ()
     assert (abs(alphas["0.3"] - 0.3) > 1e-4).all() and (abs(alphas["0.3"] - 0.3) < 0.1).all()
 
+    code, out, err = execute(
+        "rank_collapse.py",
+        *(f"--config={ROOT}/configs/digits.py", f"--workdir={tmp_path}/refused", "--depths="),
+        f"--trained={folder}/0.3/seed0,{folder}/0.2-fixed/seed0",
+    )
+    assert code == 1 and out == "" and "Error: --trained has two models called 'OSA, exact'" in err
     code, out, err = execute(
         "rank_collapse.py",
         f"--config={ROOT}/configs/digits.py",
@@ -225,6 +236,6 @@ def test_ctrl_c_keeps_the_metrics(tmp_path):
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
-    assert err.splitlines()[-1] == "Interrupted: the metrics written so far are kept."
+    assert err.splitlines()[-1] == "Interrupted: what was written so far is kept."
     assert "Traceback" not in err
     assert rows_of(metrics)[0]["step"] == 5

@@ -429,4 +429,4 @@ with one_line_errors():
 def test_ctrl_c_ends_with_one_line_and_exit_code_130():
     result = run_python(INTERRUPTED)
     assert result.returncode == 130
-    assert result.stderr == "Interrupted: the metrics written so far are kept.\n"
+    assert result.stderr == "Interrupted: what was written so far is kept.\n"

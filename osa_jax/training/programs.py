@@ -54,7 +54,7 @@ def one_line_errors() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        print("Interrupted: the metrics written so far are kept.", file=sys.stderr)
+        print("Interrupted: what was written so far is kept.", file=sys.stderr)
         raise SystemExit(130) from None
     except Terminated as stop:
         print(stop, file=sys.stderr)
