@@ -4,9 +4,7 @@
     python experiments/compare.py --config=configs/digits.py --workdir=runs/figure1
 
 The optimiser's numbers are the same for every system. `qk_features` is orthogonal attention's: 4 a
-head, which alone sets the cost of its exponential (softmax attention has 8, as the values do). After
-these 250 steps the mean test accuracy over three seeds is 84.8 % for `vit` and 93.5 % for `osa`
-(`make demo`, about three minutes on 2 cores).
+head, which alone sets the cost of its exponential (softmax attention has 8, as the values do). NUMBERS
 """
 
 from ml_collections import ConfigDict
@@ -41,12 +39,13 @@ def get_config(system: str | None = None) -> ConfigDict:
                 **SYSTEMS[system].model,
             },
             "optimizer": {
-                "name": "adamw",
+                "name": "muon",
                 "schedule": "cosine",
-                "learning_rate": 3e-3,
+                "learning_rate": 1e-2,
                 "warmup_steps": 25,
                 "weight_decay": 1e-4,
                 "clip_norm": 1.0,
+                **SYSTEMS[system].optimizer,
             },
         }
     )

@@ -42,12 +42,13 @@ def get_config(system: str | None = None) -> ConfigDict:
                 **SYSTEMS[system].model,
             },
             "optimizer": {
-                "name": "adamw",
+                "name": "muon",
                 "schedule": "cosine",
-                "learning_rate": 2e-3,
+                "learning_rate": 6e-3,
                 "warmup_steps": 200,
                 "weight_decay": 1e-4,
                 "clip_norm": 1.0,
+                **SYSTEMS[system].optimizer,
             },
         }
     )

@@ -67,7 +67,15 @@ def test_configs_build_at_full_size_and_differ_in_the_systems_switches_alone(pat
     for name, system in SYSTEMS.items():
         values = load_config(path, name).to_dict()
         assert values["model"] == plain["model"] | system.model
-        assert values | {"model": None} == plain | {"model": None}
+        assert values["optimizer"] == plain["optimizer"] | system.optimizer
+        assert values | {"model": None, "optimizer": None} == plain | {"model": None, "optimizer": None}
+
+
+def test_without_skips_the_blocks_learn_more_slowly_in_every_comparison():
+    for name, (_, skip, *_) in SWITCHES.items():
+        factor = 1.0 if skip else 1 / 3
+        assert load_config(CONFIGS[0], name).optimizer.block_learning_rate_factor == factor
+        assert system_variant(load_config(CONFIGS[0]), name).config.optimizer.block_learning_rate_factor == factor
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -85,9 +93,9 @@ SWITCHES = {
     "vit": ("softmax", True, True, "standard", 1.0, "none"),
     "vit_no_skip": ("softmax", False, True, "standard", 1.0, "none"),
     "vit_no_skip_no_norm": ("softmax", False, False, "standard", 1.0, "none"),
-    "osa": ("orthogonal", False, False, "orthogonal", 1.2, "none"),
-    "osa_qr": ("orthogonal", False, False, "orthogonal", 1.2, "none"),
-    "osa_newton_schulz": ("orthogonal", False, False, "orthogonal", 1.2, "none"),
+    "osa": ("orthogonal", False, False, "orthogonal", 1.0, "dks"),
+    "osa_qr": ("orthogonal", False, False, "orthogonal", 1.0, "dks"),
+    "osa_newton_schulz": ("orthogonal", False, False, "orthogonal", 1.0, "dks"),
     "value_skipinit": ("value_skipinit", False, False, "orthogonal", 1.0, "dks"),
     "shaped": ("shaped", False, False, "orthogonal", 1.0, "tat"),
     "e_spa": ("e_spa", False, False, "orthogonal", 1.0, "dks"),
@@ -121,7 +129,7 @@ def test_a_system_is_told_by_its_switches_and_made_of_any_other():
             assert system_variant(config, other).config.model.depth == model.depth
     osa = load_config(CONFIGS[0], "osa")
     assert system_of(changed(osa, {"model": {"activation_gain": "preserve"}}).model) is None
-    assert osa.model.activation_gain == 1.2  # The original stays.
+    assert osa.model.activation_gain == 1.0  # The original stays.
     with pytest.raises(ValueError, match="system must be one of .*'osa_qr'.* got 'osa_rq'"):
         system_variant(osa, "osa_rq")
 

@@ -96,3 +96,17 @@ def test_the_factor_of_alpha_acts_on_alpha_alone(name, factor):
     _, _, scaled = first_updates(name=name, weight_decay=0.1, alpha_learning_rate_factor=factor)
     plain = plain | {"scale": {"alpha": factor * plain["scale"]["alpha"]}}
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-12), scaled, plain)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_the_factor_of_the_blocks_acts_on_all_that_is_in_them(name):
+    start = {"blocks": [params()], "head": params()["hidden"]}
+    options = {"num_steps": 10, "learning_rate": 0.1, "warmup_steps": 0, "clip_norm": 1e9, "weight_decay": 0.1}
+
+    def first(factor):
+        optimizer = make_optimizer(name=name, block_learning_rate_factor=factor, **options)
+        return jax.jit(optimizer.update)(start, optimizer.init(start), start)[0]
+
+    plain, scaled = first(1.0), first(0.25)
+    plain["blocks"] = jax.tree.map(lambda leaf: 0.25 * leaf, plain["blocks"])
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-12), scaled, plain)

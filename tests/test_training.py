@@ -229,6 +229,7 @@ def test_judge_is_float32_at_least():
         ({"learning_rate": float("nan")}, "learning_rate .* got nan"),
         ({"weight_decay": -1.0}, "weight_decay .* got -1.0"),
         ({"clip_norm": 0.0}, "clip_norm .* got 0.0"),
+        ({"block_learning_rate_factor": np.nan}, "block_learning_rate_factor .*not negative, got nan"),
         ({"alpha_learning_rate_factor": -1.0}, "alpha_learning_rate_factor .*not negative, got -1.0"),
         ({"name": "adam"}, "name must be one of .*'adamw'.* got 'adam'"),
         ({"schedule": "cosin"}, "schedule must be one of .*'cosine'.* got 'cosin'"),

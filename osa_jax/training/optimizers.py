@@ -1,5 +1,6 @@
 """Optimisers and learning-rate schedules by name."""
 
+from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import jax
@@ -74,6 +75,7 @@ def make_optimizer(
     weight_decay: float = 0.0,
     clip_norm: float = 1.0,
     alpha_learning_rate_factor: float = 1.0,
+    block_learning_rate_factor: float = 1.0,
 ) -> optax.GradientTransformation:
     """An optimiser with a schedule, clipping of the global norm and decoupled weight decay.
 
@@ -93,6 +95,8 @@ def make_optimizer(
       clip_norm: the largest global norm of a gradient.
       alpha_learning_rate_factor: factor on the learning rate of parameters named `alpha`, the
         scales of attention; 0 keeps them where they start.
+      block_learning_rate_factor: factor on the learning rate of everything in `blocks`. Blocks
+        without skips are a product, in which the relative changes of all of them add up.
 
     Returns:
       An optax transformation.
@@ -112,6 +116,7 @@ def make_optimizer(
         ("clip_norm", clip_norm, 0 < clip_norm),
         ("weight_decay", weight_decay, 0 <= weight_decay < limit),
         ("alpha_learning_rate_factor", alpha_learning_rate_factor, 0 <= alpha_learning_rate_factor < limit),
+        ("block_learning_rate_factor", block_learning_rate_factor, 0 <= block_learning_rate_factor < limit),
     ):
         if not valid:
             least = "positive" if key in ("learning_rate", "clip_norm") else "not negative"
@@ -128,17 +133,15 @@ def make_optimizer(
             rate, weight_decay=weight_decay, muon_weight_dimension_numbers=_matrix_axes, consistent_rms=MUON_RMS
         )
     else:
-        rule = getattr(optax, name)(rate, weight_decay=weight_decay, mask=_is_kernel)
-    alphas = optax.masked(optax.scale(alpha_learning_rate_factor), _is_alpha)
-    return optax.chain(optax.clip_by_global_norm(clip_norm), rule, alphas)
+        rule = getattr(optax, name)(rate, weight_decay=weight_decay, mask=_named("kernel"))
+    alphas = optax.masked(optax.scale(alpha_learning_rate_factor), _named("alpha"))
+    blocks = optax.masked(optax.scale(block_learning_rate_factor), _named("blocks"))
+    return optax.chain(optax.clip_by_global_norm(clip_norm), rule, alphas, blocks)
 
 
-def _is_kernel(params: Any) -> Any:
-    return jax.tree.map_with_path(lambda path, _: "kernel" in _names(path), params)
-
-
-def _is_alpha(params: Any) -> Any:
-    return jax.tree.map_with_path(lambda path, _: "alpha" in _names(path), params)
+def _named(name: str) -> Callable[[Any], Any]:
+    """Which parameters have this name in their path."""
+    return lambda params: jax.tree.map_with_path(lambda path, _: name in _names(path), params)
 
 
 def _matrix_axes(params: Any) -> Any:

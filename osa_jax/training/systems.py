@@ -9,10 +9,18 @@ from osa_jax.training.config import changed
 
 
 class System(NamedTuple):
-    """A system's name in tables and figures, and the switches of the model that make it."""
+    """A system's name in tables and figures, and the switches of the model that make it.
+
+    `optimizer` is what the switches ask of it: without skips the blocks learn more slowly.
+    """
 
     label: str
     model: dict[str, Any]
+
+    @property
+    def optimizer(self) -> dict[str, float]:
+        """Changes of the optimiser."""
+        return {"block_learning_rate_factor": 1.0 if self.model["skip"] else 1 / 3}
 
 
 _SOFTMAX = {
@@ -30,8 +38,8 @@ _OSA = {
     "skip": False,
     "norm": False,
     "init": "orthogonal",
-    "activation_gain": 1.2,
-    "activation_shaping": "none",
+    "activation_gain": 1.0,
+    "activation_shaping": "dks",
 }
 # Their papers' setting without skips and norms: orthogonal weights and an activation shaped for the
 # depth, DKS in He et al. (2023), a nearly linear one in Noci et al. (2023).
@@ -63,10 +71,10 @@ class Variant(NamedTuple):
 
 
 def system_variant(config: ConfigDict, name: str) -> Variant:
-    """The same config with the model's switches of one system.
+    """The same config with the switches of one system.
 
     Args:
-      config: with a section `model`; stays as it is.
+      config: with sections `model` and `optimizer`; stays as it is.
       name: a key of `SYSTEMS`.
 
     Returns:
@@ -76,13 +84,14 @@ def system_variant(config: ConfigDict, name: str) -> Variant:
       ValueError: if there is no such system.
 
     Example:
-      >>> variant = system_variant(ConfigDict({"model": {"depth": 6, "skip": True}}), "osa")
-      >>> variant.label, variant.config.model.depth, variant.config.model.skip
-      ('OSA, exact', 6, False)
+      >>> variant = system_variant(ConfigDict({"model": {"depth": 6}, "optimizer": {"name": "muon"}}), "osa")
+      >>> variant.label, variant.config.model.depth, variant.config.model.skip, variant.config.optimizer.name
+      ('OSA, exact', 6, False, 'muon')
     """
     if name not in SYSTEMS:
         raise ValueError(f"The system must be one of {sorted(SYSTEMS)}, got {name!r}.")
-    return Variant(SYSTEMS[name].label, changed(config, {"model": SYSTEMS[name].model}))
+    system = SYSTEMS[name]
+    return Variant(system.label, changed(config, {"model": system.model, "optimizer": system.optimizer}))
 
 
 def system_of(model: Mapping[str, Any]) -> str | None:
