@@ -36,6 +36,7 @@ def get_config(system: str | None = None) -> ConfigDict:
                 "mlp_ratio": 2,
                 "pooling": "mean",
                 "alpha": 0.1,
+                "spectral_conditioning": {},
                 **SYSTEMS[system].model,
             },
             "optimizer": {

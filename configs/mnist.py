@@ -39,6 +39,7 @@ def get_config(system: str | None = None) -> ConfigDict:
                 "mlp_ratio": 4,
                 "pooling": "mean",
                 "alpha": 0.1,
+                "spectral_conditioning": {},
                 **SYSTEMS[system].model,
             },
             "optimizer": {

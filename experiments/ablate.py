@@ -18,7 +18,6 @@ from absl import flags
 
 from osa_jax.training import Variant, changed, define_config, plot_values, run_grid, run_program, write_report
 
-
 FACTOR = "alpha_learning_rate_factor"
 
 

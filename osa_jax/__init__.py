@@ -7,6 +7,7 @@ The functions here need JAX alone. Flax layers are in `osa_jax.nn`, models in `o
 from osa_jax.attention import orthogonal_attention, orthogonal_attention_weights
 from osa_jax.autodiff import custom_vjp
 from osa_jax.bases import newton_schulz_basis, newton_schulz_polynomial, qr_basis
+from osa_jax.conditioning import spectral_condition, vanished_gradients
 from osa_jax.expm import expm_skew, expm_skew_frechet, phi_skew, phi_skew_frechet
 from osa_jax.initializers import query_key_stiefel, scaled_uniform_orthogonal, stiefel
 from osa_jax.jacobian import (
@@ -56,7 +57,9 @@ __all__ = [
     "skew_scores",
     "softmax_attention_derivatives",
     "softmax_condition_bound",
+    "spectral_condition",
     "spectral_conditioning_bound",
     "stiefel",
     "symplectic_form",
+    "vanished_gradients",
 ]

@@ -255,7 +255,7 @@ def newton_schulz_polynomial(
 @custom_vjp(nondiff_argnames=("steps",))
 def _gram_polynomial(gram: Array, *, steps: Steps) -> Array:
     _, square, r = _normalise(gram)
-    return _iterate(r, steps) / jnp.sqrt(square)
+    return gram_iteration(r, steps) / jnp.sqrt(square)
 
 
 # W = t^(-1/2) p(R) with R = G / t, t = tr G, p the polynomial of the iteration. With L(R; E), the
@@ -309,7 +309,8 @@ _gram_polynomial.defjvp(_gram_polynomial_jvp)
 # and the rounding so far have changed.
 
 
-def _iterate(r0: Array, steps: Steps) -> Array:
+def gram_iteration(r0: Array, steps: Steps) -> Array:
+    """The polynomial `P(R_0)` after some steps, for a Gram matrix `R_0` with eigenvalues in [0, 1]."""
     p, r = jnp.zeros_like(r0) + _identity(r0), r0 + _shift(r0)
     for step in steps[:-1]:
         z = _quadratic(r, step)
@@ -319,7 +320,7 @@ def _iterate(r0: Array, steps: Steps) -> Array:
 
 
 def _frechet(r0: Array, r0_dot: Array, steps: Steps) -> Array:
-    """The derivative of `_iterate` at `r0` in the direction `r0_dot`, rule by rule."""
+    """The derivative of `gram_iteration` at `r0` in the direction `r0_dot`, rule by rule."""
     p, r = jnp.zeros_like(r0) + _identity(r0), r0 + _shift(r0)
     p_dot, r_dot = jnp.zeros_like(r0), r0_dot
     for step in steps[:-1]:

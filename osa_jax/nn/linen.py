@@ -1,9 +1,11 @@
-"""Orthogonal self-attention for Flax Linen, with the conventions of `MultiHeadDotProductAttention`.
+"""Orthogonal self-attention and spectral conditioning for Flax Linen, with the conventions of Flax's own layers.
 
 Shape legend: `N` tokens, `H` heads, `D` head width, `F` features.
 """
 
+from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,7 @@ from jax.typing import DTypeLike
 
 from osa_jax.attention import Method, orthogonal_attention
 from osa_jax.coefficients import Coefficients
+from osa_jax.conditioning import ConditioningMethod, Layout, spectral_condition
 from osa_jax.initializers import Initializer
 from osa_jax.nn import common
 
@@ -177,3 +180,61 @@ class OrthogonalSelfAttention(linen.Module):
                 "rngs={'dropout': key}, or deterministic=True."
             )
         return linen.Dropout(self.dropout_rate)(outputs, deterministic=deterministic)
+
+
+class SpectralConditioned(linen.Module):
+    """A module that is called with `W + C` in place of its query, key and value kernels W.
+
+    Trained and stored is W: the parameters are those of the module, under `spectrally_conditioned`,
+    and a gradient by them is that by `W + C`. A wrapped module inside the module is refused, and so are
+    this one's parameters by `spectral_condition`: nothing is corrected twice.
+
+    Args:
+      spectrally_conditioned: any Linen module.
+      method: see `osa_jax.spectral_condition`, like all that follows.
+      lam: the factor lambda, or one for each projection.
+      select: regular expressions that select the kernels.
+      heads: the number of heads, for kernels that do not show it.
+      layout: `head` or `fused`.
+
+    Raises:
+      ValueError: at the first call, as `osa_jax.spectral_condition` for the module's parameters.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from flax import linen
+      >>> layer = SpectralConditioned(linen.MultiHeadDotProductAttention(num_heads=2), method="polar")
+      >>> x = jnp.ones((4, 16, 8))
+      >>> variables = layer.init(jax.random.key(0), x)
+      >>> layer.apply(variables, x).shape
+      (4, 16, 8)
+
+    Saratchandran & Lucey (2026), section 3.3.
+    """
+
+    spectrally_conditioned: linen.Module
+    method: ConditioningMethod = "identity"
+    lam: float | Mapping[str, float] = 1.0
+    select: str | Mapping[str, str] | None = None
+    heads: int | None = None
+    layout: Layout = "head"
+
+    @linen.compact
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module; arguments and result are its own."""
+        condition = partial(
+            spectral_condition,
+            method=self.method,
+            lam=self.lam,
+            select=self.select,
+            heads=self.heads,
+            layout=self.layout,
+        )
+        call = linen.map_variables(
+            lambda module, *args, **kwargs: module(*args, **kwargs),
+            "params",
+            trans_in_fn=lambda variables: {"params": condition(variables["params"])},
+        )
+        if self.is_initializing():  # The mapped parameters cannot be drawn, or they would be stored corrected.
+            self.spectrally_conditioned(*args, **kwargs)
+        return call(self.spectrally_conditioned, *args, **kwargs)

@@ -13,6 +13,7 @@ from ml_collections import ConfigDict, FrozenConfigDict
 
 from osa_jax.data import SOURCES, make_augmentation
 from osa_jax.models import MODELS
+from osa_jax.nn import SpectralConditioned
 from osa_jax.training.optimizers import make_optimizer
 
 
@@ -47,7 +48,8 @@ def run_settings(
       tensorboard: whether rows are written for TensorBoard too.
       data: `name`, a key of `SOURCES`, and that source's keyword arguments.
       model: `name`, a key of `MODELS`, and that model's keyword arguments; image shape, classes
-        and random streams come from the data and the seed.
+        and random streams come from the data and the seed. A section `spectral_conditioning` in it
+        holds keyword arguments of `SpectralConditioned`, in which the model is wrapped unless it is empty.
       optimizer: keyword arguments of `make_optimizer`.
       augment: keyword arguments of `make_augmentation`, apart from `fill`; training images alone are
         changed.
@@ -122,7 +124,12 @@ def check_config(config: ConfigDict) -> FrozenConfigDict:
     _check_arguments("config", values, run_settings)
     run_settings(**values)
     _check_section("data", values, SOURCES)
-    _check_section("model", values, MODELS, supplied=("image_shape", "num_classes", "rngs"))
+    model = dict(values["model"])
+    conditioning = model.pop("spectral_conditioning", None)
+    _check_section("model", values | {"model": model}, MODELS, supplied=("image_shape", "num_classes", "rngs"))
+    _check_arguments(
+        "config.model.spectral_conditioning", conditioning or {}, SpectralConditioned, supplied=("module",)
+    )
     _check_arguments("config.optimizer", values["optimizer"], make_optimizer, supplied=("num_steps",))
     _check_arguments("config.augment", values.get("augment") or {}, make_augmentation, supplied=("fill",))
     checkpoint = values.get("checkpoint") or {}
@@ -229,6 +236,8 @@ def _has_type(value: Any, hint: Any) -> bool:
         return (value is None and type(None) in options) or _names_floating_dtype(value)
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return any(_has_type(value, option) for option in options)
+    if typing.get_origin(hint) is Mapping:
+        return isinstance(value, Mapping)
     if typing.get_origin(hint) is typing.Literal:
         return any(type(value) is type(choice) for choice in options)
     if hint in (int, float):

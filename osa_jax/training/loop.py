@@ -9,13 +9,16 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from flax import nnx
 from ml_collections import ConfigDict
 
 from osa_jax.data import SOURCES, Dataset, batch_indices, evaluation_batches, make_augmentation
 from osa_jax.models import MODELS
+from osa_jax.nn import SpectralConditioned
 from osa_jax.training.config import check_config
 from osa_jax.training.optimizers import make_optimizer
-from osa_jax.training.state import Metrics, TrainState, make_train_functions
+from osa_jax.training.saturation import SaturationWatch
+from osa_jax.training.state import CreateModel, Metrics, TrainState, make_train_functions
 
 Row = dict[str, float]
 
@@ -59,12 +62,15 @@ class Trainer:
         self.config = check_config(config)
         data, model = self.config.data.to_dict(), self.config.model.to_dict()
         self.dataset = _load(SOURCES[data.pop("name")], **data)
-        create_model = functools.partial(
+        conditioning = model.pop("spectral_conditioning", None)
+        create_model: CreateModel = functools.partial(
             MODELS[model.pop("name")],
             image_shape=self.dataset.image_shape,
             num_classes=self.dataset.num_classes,
             **model,
         )
+        if conditioning:
+            create_model = functools.partial(_create_conditioned, create_model, conditioning)
         with _errors_named("config.optimizer"):
             optimizer = make_optimizer(num_steps=self.num_steps, **self.config.optimizer.to_dict())
         with _errors_named("config.augment"):
@@ -117,14 +123,19 @@ class Trainer:
 
         Raises:
           FloatingPointError: naming the first step whose loss or gradient was not finite.
+
+        Warns:
+          UserWarning: once, at a row, naming the projections of attention that train no longer.
         """
         config, train = self.config, self.dataset.train
         test = jax.device_put(evaluation_batches(self.dataset.test, batch_size=config.eval_batch_size))
         done, state, window = start or Snapshot(0, self.functions.init(jax.random.key(seed)), [])
+        watch = SaturationWatch(state.params)
         timed_steps, began = 0, time.perf_counter()
         for step in range(done + 1, self.num_steps + 1):
             batch = batch_indices(step - 1, seed=seed, num_examples=len(train.labels), batch_size=config.batch_size)
             state, metrics = self.functions.train_step(state, train.images[batch], train.labels[batch])
+            watch.on_step(metrics.pop("vanished"))
             window.append(metrics)
             timed_steps += 1
             if step == done + 1:
@@ -137,10 +148,15 @@ class Trainer:
                 row["epoch"] = step * config.batch_size / len(train.labels)
                 row |= {"steps_per_second": rate, "examples_per_second": rate * config.batch_size}
                 row |= _test_metrics(self.functions.evaluate(state, test), step)
+                watch.on_row(step)
                 window = []
             yield Moment(Snapshot(step, state, window), metrics, row)
             if row is not None:
                 timed_steps, began = 0, time.perf_counter()
+
+
+def _create_conditioned(create_model: CreateModel, options: dict[str, Any], **model_options: Any) -> nnx.Module:
+    return SpectralConditioned(create_model(**model_options), **options)
 
 
 @functools.lru_cache(maxsize=1)

@@ -16,6 +16,7 @@ from flax import nnx
 from osa_jax.data import Batches
 from osa_jax.data.augment import Augmentation
 from osa_jax.linalg import at_least_float32
+from osa_jax.training.saturation import vanished_projections
 
 Array = jax.Array | np.ndarray
 Metrics = dict[str, jax.Array]
@@ -72,8 +73,9 @@ def make_train_functions(
     on the mean cross-entropy (it consumes its state), `evaluate(state, batches)` returns the
     weighted mean `loss` and `accuracy` over all batches with the `confusion` counts `[C, C]` (true
     class, predicted class), and `predict(state, images)` returns probabilities `[B, C]`. A train
-    step's metrics are those of the batch before the update: `loss`, `accuracy` and `gradient_norm`
-    (before clipping). `model(state)` is the model itself, with the parameters that are judged.
+    step's metrics are those of the batch before the update: `loss`, `accuracy`, `gradient_norm`
+    (before clipping) and `vanished` (see `vanished_projections`). `model(state)` is the model itself,
+    with the parameters that are judged.
     `init` is not jitted: with jaxlib 0.10.2 and few cores, independent LAPACK calls in one program
     can wait for each other for ever.
 
@@ -104,7 +106,7 @@ def make_train_functions(
       >>> images, labels = jnp.ones((3, 2, 2, 1)), jnp.zeros(3, jnp.int32)
       >>> state, metrics = functions.train_step(functions.init(jax.random.key(0)), images, labels)
       >>> sorted(metrics), int(state.step)
-      (['accuracy', 'gradient_norm', 'loss'], 1)
+      (['accuracy', 'gradient_norm', 'loss', 'vanished'], 1)
     """
     graph = nnx.graphdef(nnx.eval_shape(lambda: create_model(rngs=nnx.Rngs(0))))
 
@@ -134,6 +136,7 @@ def make_train_functions(
         params = optax.apply_updates(state.params, updates)
         ema = None if ema_decay is None else optax.incremental_update(params, state.ema, 1 - ema_decay)
         metrics["gradient_norm"] = optax.tree.norm(gradient)
+        metrics["vanished"] = vanished_projections(gradient)
         return TrainState(params, rest, opt_state, ema, state.step + 1, state.key), metrics
 
     return TrainFunctions(
