@@ -27,6 +27,7 @@ def get_config(system: str | None = None) -> ConfigDict:
             "batch_size": 128,
             "eval_batch_size": 1000,
             "eval_every": 100,
+            "ema_decay": 0.98,
             "checkpoint": {"every": 500, "keep": 1},
             "data": {"name": "mnist", "dir": config_dict.placeholder(str)},
             "model": {

@@ -31,6 +31,7 @@ SMALL = [
     "--config.model.dropout_rate=0.1",
     "--config.ema_decay=0.9",
     "--config.batch_size=8",
+    "--config.optimizer.name=adamw",  # Compiles faster.
     "--config.eval_every=30",
     f"--config.checkpoint.every={EVERY}",
 ]
