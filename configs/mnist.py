@@ -6,8 +6,8 @@
 `DIR` holds the four IDX files or a prepared TFDS data set, see `experiments/prepare_data.py`. The
 paper states neither sizes nor hyper-parameters. 16 tokens of 7x7 pixels; `qk_features` is orthogonal
 attention's: 4 a head, which alone sets the cost of its exponential. After two epochs
-(`--config.epochs=2`, seed 0) the test accuracy is 96.75 % for `vit` and 97.24 % for `osa`, in about two
-minutes a run on 2 cores.
+(`--config.epochs=2`, seed 0) the test accuracy is 98.51 % for `vit` and 97.87 % for `osa`, in three to
+four minutes a run on one core.
 """
 
 from ml_collections import ConfigDict, config_dict
