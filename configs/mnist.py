@@ -1,4 +1,4 @@
-"""MNIST: the paper's experiment, with one set of hyper-parameters for every system.
+"""MNIST: the paper's experiment, with one set of hyper-parameters but for the blocks' rate without skips.
 
     python experiments/train.py --config=configs/mnist.py:osa --config.data.dir=DIR --workdir=runs/osa
     python experiments/compare.py --config=configs/mnist.py --config.data.dir=DIR --workdir=runs/figure1

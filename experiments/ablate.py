@@ -18,8 +18,6 @@ from absl import flags
 
 from osa_jax.training import Variant, changed, define_config, plot_values, run_grid, run_program, write_report
 
-FACTOR = "alpha_learning_rate_factor"
-
 
 class Axis(NamedTuple):
     """What is varied: its default values, and what one of them changes in the config."""
@@ -31,8 +29,10 @@ class Axis(NamedTuple):
 def alpha(value: str) -> dict:
     """The scale's start, trained for every head; `0.1:layer` is one for a layer's heads, `0.1:fixed` stays there."""
     start, _, kind = value.partition(":")
-    model, optimizer = {"": ({}, {}), "layer": ({"share_alpha": True}, {}), "fixed": ({}, {FACTOR: 0.0})}[kind]
-    return {"model": {"alpha": float(start), **model}, "optimizer": optimizer}
+    if kind not in ("", "layer", "fixed"):
+        raise ValueError(f"{kind!r} must be 'layer' or 'fixed'")
+    optimizer = {"alpha_learning_rate_factor": 0.0} if kind == "fixed" else {}
+    return {"model": {"alpha": float(start), "share_alpha": kind == "layer"}, "optimizer": optimizer}
 
 
 def method(value: str) -> dict:
@@ -72,7 +72,7 @@ def variant(value: str) -> Variant:
     """The config with one value of the axis."""
     try:
         return Variant(value, changed(_CONFIG.value, AXES[_AXIS.value].changes(value)))
-    except (KeyError, ValueError) as error:
+    except ValueError as error:
         examples = AXES[_AXIS.value].values
         raise ValueError(f"--values of {_AXIS.value} are written as {examples}; got {value!r}.") from error
 

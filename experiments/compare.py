@@ -1,4 +1,4 @@
-"""Compare systems: one config, the same hyper-parameters for each.
+"""Compare systems: one config, but for the switches of each, which win over overrides of the same keys.
 
     python experiments/compare.py --config=configs/digits.py --workdir=runs/figure1
     python experiments/compare.py --config=configs/mnist.py --config.data.dir=DIR --workdir=runs/mnist \

@@ -78,7 +78,7 @@ def system_variant(config: ConfigDict, name: str) -> Variant:
       name: a key of `SYSTEMS`.
 
     Returns:
-      The system's label and config.
+      The system's label and config; its switches win over values of the same keys.
 
     Raises:
       ValueError: if there is no such system.
